@@ -60,9 +60,10 @@ def wide_scan(normed: bool) -> SelectiveScan:
 
 def wide_unit() -> LinearUnit:
     heads, size = 3, 70
-    gates = [(drawn(heads, size, size, seed=2 + number) / 4, drawn(heads, size, seed=4 + number)) for number in range(2)]
+    first, second = ((drawn(heads, size, size, seed=2 + number) / 4, drawn(heads, size, seed=4 + number))
+                     for number in range(2))
     return LinearUnit(NONE, NONE, Convolution(drawn(4, heads * size), drawn(heads * size, seed=1)),
-                      drawn(heads * size, seed=6), (gates[0], gates[1]))
+                      drawn(heads * size, seed=6), (first, second))
 
 
 def for_kernels(mixer: Mixer, lines: torch.Tensor) -> torch.Tensor:

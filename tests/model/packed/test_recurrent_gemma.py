@@ -1,4 +1,4 @@
-"""RecurrentGemma on packed layers and on the kernels, which alone run it: its modules keep their states to themselves."""
+"""RecurrentGemma on packed layers and the kernels, which alone run it: its modules keep their states to themselves."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def of_modules(model: Any, ids: list[int]) -> Tensor:
 
 
 def exact(ids: list[int], **changes: Any) -> Tensor:
-    """The same of the model in float64. In float32 its modules lose digits of 1 - a^2, a hundred times what kernels do."""
+    """The same of the model in float64. In float32 its modules lose digits of 1 - a^2, a hundred times the kernels'."""
     return of_modules(tiny("recurrent_gemma", layers=LAYERS, **changes), ids).float()
 
 
@@ -98,7 +98,8 @@ def test_quantised_matrices_on_the_kernels(quant: Any) -> None:
 def test_the_comparison_has_power(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = tiny("recurrent_gemma", dtype=torch.float32, layers=LAYERS), prompt(20)
     wanted, real = exact(ids), NativeRecurrence._unit
-    for changed in (lambda mixer: replace(mixer, gates=mixer.gates[::-1]), lambda mixer: replace(mixer, scale=mixer.scale + 1)):
+    for changed in (lambda mixer: replace(mixer, gates=mixer.gates[::-1]),
+                    lambda mixer: replace(mixer, scale=mixer.scale + 1)):
         monkeypatch.setattr(NativeRecurrence, "_unit", lambda self, mixer, changed=changed: real(self, changed(mixer)))
         assert gap(chunked_logits(packed(model, kernels=True), ids, (20,)), wanted) > 1e-3 * float(wanted.abs().max())
 

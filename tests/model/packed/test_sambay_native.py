@@ -1,4 +1,4 @@
-"""SambaY on the kernels: against the paper's formulas in float64, and token by token against themselves, bit for bit."""
+"""SambaY on the kernels: against the paper's formulas in float64, and against themselves token by token, to the bit."""
 
 from __future__ import annotations
 

@@ -104,8 +104,8 @@ def with_experts(
     if own is None:
         return kinds, widths
     shared, sparse = own.shared(text), [own.has(text, layer) for layer in range(len(kinds))]
-    beside = {"gated_mlp": shared > 0 and not own.plain, "plain_mlp": shared > 0 and own.plain}
-    return (tuple(replace(kind, experts=True, **beside) if has else kind
+    gated, plain = (shared > 0 and own.plain == bare for bare in (False, True))
+    return (tuple(replace(kind, experts=True, gated_mlp=gated, plain_mlp=plain) if has else kind
                   for kind, has in zip(kinds, sparse, strict=True)),
             tuple(shared if has else width for has, width in zip(sparse, widths, strict=True)))
 

@@ -193,6 +193,6 @@ HYBRIDS: Mapping[str, ModelKind] = MappingProxyType({
                           "sliding_attention": LayerKind(norms=_TEMPORAL)}),
         Names(final_norm="final_norm", attention="temporal_block.", mlp="mlp_block.", mixer="temporal_block.")),
 })
-"""Model types with recurrent layers: the kernels run all but SambaY."""
+"""Model types with recurrent layers: the kernels run them all."""
 
 MODELS: Mapping[str, ModelKind] = MappingProxyType({**LLAMA, **MIXTURES, **HYBRIDS})

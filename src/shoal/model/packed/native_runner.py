@@ -258,7 +258,7 @@ class NativeRunner(PackedRunner):
         logits = torch.cat([native.matmul(part, head) for part in normed.split(LIMIT)])
         return scaled_logits(logits, self.shape)
 
-    def _work(self, chunks: Sequence[SequenceChunk], hooked: bool) -> _Work:
+    def _work(self, chunks: Sequence[SequenceChunk], hooked: bool = False) -> _Work:
         layers = chunks[0].plan.layers(chunks[0].steps[0])
         if self.sources:  # tokens may pass the last layers by, which hooks see all the same
             return self._gated_work(chunks, self.num_layers if hooked else self.shape.late)
@@ -267,7 +267,7 @@ class NativeRunner(PackedRunner):
         return self._gated_work(chunks, self.num_layers)
 
     def _gated_work(self, chunks: Sequence[SequenceChunk], late: int) -> _Work:
-        """The general case: tokens run different sublayers, and from layer `late` on only those whose logits are wanted."""
+        """The general case: tokens run different sublayers, from layer `late` on only those whose logits are wanted."""
         layers, counts, active = [], [], []
         for layer in range(self.num_layers):
             attention = [chunk.running(chunk.plan.attention[layer]) for chunk in chunks]
@@ -396,7 +396,7 @@ def _flags(chunks: Sequence[SequenceChunk], attention: Sequence[int], mlp: Seque
 
 
 def _late_flags(chunks: Sequence[SequenceChunk], flags: Sequence[int], stores: bool) -> list[int]:
-    """The same where tokens whose logits nobody wants run nothing, but for keys and values where a layer stores them."""
+    """The same where tokens whose logits nobody wants run nothing, or compute keys and values that a layer stores."""
     wanted = [chunk.with_ids - chunk.wanted <= node < chunk.with_ids
               for chunk in chunks for node in range(len(chunk.tokens))]
     return [flag if own else native.STORE * (stores and bool(flag & native.ATTENTION))

@@ -145,7 +145,7 @@ class Shape:
 
     @property
     def keys(self) -> tuple[int, int]:
-        """Heads of keys and values, and their dimensions, as they are stored: in differential attention those of pairs."""
+        """Heads of keys and values as they are stored, in differential attention of pairs, and their dimensions."""
         together = 1 + self.differential
         return self.kv_heads // together, self.head_dim * together
 

@@ -38,6 +38,6 @@ from shoal.model.packed.native.weights import (
 __all__ = [
     "ATTENTION", "Arena", "ChainWish", "KVBinding", "Kind", "LANES", "MAX_EXPERTS", "MAX_NODES", "MAX_TOKENS", "MLP",
     "Memory", "NativeBatch", "NativeChain", "NativeModel", "OWN", "OwnSlots", "PackedWeight", "Path", "STORE",
-    "SlotChoice", "SlotLabels", "as_packed", "available", "chain_ancestors", "kind_of_type", "layout_version", "matmul", "pack",
-    "pack_blocks", "packed_bytes", "share_inputs", "vector_set", "why_not",
+    "SlotChoice", "SlotLabels", "as_packed", "available", "chain_ancestors", "kind_of_type", "layout_version",
+    "matmul", "pack", "pack_blocks", "packed_bytes", "share_inputs", "vector_set", "why_not",
 ]

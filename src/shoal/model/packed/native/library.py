@@ -42,12 +42,11 @@ class RecurrenceStruct(ctypes.Structure):
         ("into", Weight * 3), ("out", Weight), ("select", Weight), ("widen", Weight), ("into_scale", c_void_p),
         ("into_bias", c_void_p),
         ("out_bias", c_void_p), ("conv", c_void_p), ("conv_bias", c_void_p), ("rate", c_void_p), ("bias", c_void_p),
-        ("gates", c_void_p), ("skip", c_void_p), ("norm", c_void_p), ("kind", c_int32), ("width", c_int32), ("channels", c_int32),
-        ("heads", c_int32),
-        ("groups", c_int32), ("key_dim", c_int32), ("value_dim", c_int32), ("rank", c_int32), ("decays", c_int32),
-        ("sigmoid", c_int32), ("gate_first", c_int32), ("doubled", c_int32), ("shows", c_int32), ("by_turns", c_int32),
-        ("eps", c_float), ("bound", c_float),
-        ("least", c_float), ("most", c_float),
+        ("gates", c_void_p), ("skip", c_void_p), ("norm", c_void_p), ("kind", c_int32), ("width", c_int32),
+        ("channels", c_int32), ("heads", c_int32), ("groups", c_int32), ("key_dim", c_int32), ("value_dim", c_int32),
+        ("rank", c_int32), ("decays", c_int32), ("sigmoid", c_int32), ("gate_first", c_int32), ("doubled", c_int32),
+        ("shows", c_int32), ("by_turns", c_int32), ("eps", c_float), ("bound", c_float), ("least", c_float),
+        ("most", c_float),
     ]
 
 
@@ -56,9 +55,8 @@ class ExpertsStruct(ctypes.Structure):
 
     _fields_ = [
         ("router", Weight), ("parts", POINTER(Weight)), ("narrow", Weight), ("widen", Weight), ("bias", c_void_p),
-        ("count", c_int32), ("top", c_int32),
-        ("groups", c_int32), ("top_groups", c_int32), ("sigmoid", c_int32), ("normalised", c_int32), ("gated", c_int32),
-        ("added", c_float), ("least", c_float), ("scale", c_float),
+        ("count", c_int32), ("top", c_int32), ("groups", c_int32), ("top_groups", c_int32), ("sigmoid", c_int32),
+        ("normalised", c_int32), ("gated", c_int32), ("added", c_float), ("least", c_float), ("scale", c_float),
     ]
 
 
@@ -85,9 +83,9 @@ class Model(ctypes.Structure):
         ("kv_dtype", c_int32), ("embedding_dtype", c_int32), ("eps", c_float), ("attention_scale", c_float),
         ("residual_scale", c_float), ("embedding_scale", c_float), ("logit_scale", c_float), ("attention_cap", c_float),
         ("logit_cap", c_float), ("gate_scale", c_float), ("out_scales", c_float * 3), ("differential", c_int32),
-        ("gated_attention", c_int32),
-        ("inputs", c_int32), ("channels", c_int32), ("outputs", c_int32), ("experts", c_int32), ("top", c_int32),
-        ("expert_ffn", c_int32), ("latent", c_int32), ("layers", POINTER(LayerStruct)), ("norm", c_void_p), ("norm_bias", c_void_p), ("head", Weight),
+        ("gated_attention", c_int32), ("inputs", c_int32), ("channels", c_int32), ("outputs", c_int32),
+        ("experts", c_int32), ("top", c_int32), ("expert_ffn", c_int32), ("latent", c_int32),
+        ("layers", POINTER(LayerStruct)), ("norm", c_void_p), ("norm_bias", c_void_p), ("head", Weight),
         ("upper", Weight), ("head_bias", c_void_p), ("embedding", c_void_p), ("table", Weight),
     ]
 
