@@ -17,6 +17,7 @@ from shoal.model.layers.gated_delta import GatedDelta
 from shoal.model.layers.mamba import SelectiveScan
 from shoal.model.layers.mamba2 import Mamba2
 from shoal.model.layers.mixer import Mixer
+from shoal.model.layers.rg_lru import LinearUnit
 from shoal.model.packed import native
 from shoal.model.packed.native.recurrence import NativeRecurrence
 
@@ -25,7 +26,7 @@ pytestmark = [
     pytest.mark.skipif(not native.available(), reason=f"the native kernels do not run here: {native.why_not()}"),
 ]
 NAMES = ("qwen3_5", "qwen3_next", "olmo_hybrid", "kimi_linear", "bailing_hybrid", "mamba2", "granite4", "falcon_h1",
-         "falcon_h1 with a norm", "mamba", "falcon_mamba", "jamba", "lfm2")
+         "falcon_h1 with a norm", "mamba", "falcon_mamba", "jamba", "lfm2", "recurrent_gemma")
 NONE = row_by_row(torch.zeros(1, 1))
 
 
@@ -57,6 +58,14 @@ def wide_scan(normed: bool) -> SelectiveScan:
         -drawn(state, channels, seed=5).exp(), drawn(channels, seed=6), drawn(channels, seed=7), rank, norms, 1e-5)
 
 
+def wide_unit() -> LinearUnit:
+    heads, size = 3, 70
+    first, second = ((drawn(heads, size, size, seed=2 + number) / 4, drawn(heads, size, seed=4 + number))
+                     for number in range(2))
+    return LinearUnit(NONE, NONE, Convolution(drawn(4, heads * size), drawn(heads * size, seed=1)),
+                      drawn(heads * size, seed=6), (first, second))
+
+
 def for_kernels(mixer: Mixer, lines: torch.Tensor) -> torch.Tensor:
     """The inputs as the library takes them: those of a scan with what follows from its convolved x."""
     if not isinstance(mixer, SelectiveScan):
@@ -74,6 +83,8 @@ def cases() -> dict[str, tuple[Mixer, torch.Tensor]]:
         lines[name] = wide, drawn(24, size, seed=5)
     dual = wide_dual()
     lines["wide, dual"] = dual, drawn(24, dual.conv.weight.shape[1] + 6 * 80 + 6, seed=6)
+    lines["wide, unit"] = wide_unit(), drawn(24, 420, seed=12)
+    lines["wide, scan that shows"] = replace(wide_scan(False), shows=True), drawn(24, 660, seed=13)
     return lines | {f"wide, scan{end}": (wide_scan(bool(end)), drawn(24, 660, seed=11)) for end in ("", " with norms")}
 
 
@@ -82,7 +93,8 @@ def flat_of(mixer: Mixer) -> torch.Tensor:
     return torch.zeros(sum(map(math.prod, mixer.state_sizes)))
 
 
-@pytest.fixture(params=[*NAMES, "wide", "wide, by channels", "wide, dual", "wide, scan", "wide, scan with norms"])
+@pytest.fixture(params=[*NAMES, "wide", "wide, by channels", "wide, dual", "wide, scan",
+                        "wide, scan with norms", "wide, scan that shows", "wide, unit"])
 def case(request: pytest.FixtureRequest) -> tuple[Mixer, torch.Tensor]:
     return cases()[request.param]
 

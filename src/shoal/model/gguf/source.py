@@ -35,7 +35,7 @@ _SANDWICH = {"input_layernorm": "attn_norm", "pre_feedforward_layernorm": "ffn_n
 _LAYER = re.compile(r"(?:model|backbone)\.layers\.(\d+)\.(.+)")
 ASIDE = re.compile(r"(^|\.)rope_(freqs|factors_long|factors_short)\.weight$")
 """Tensors that only the rotary embedding reads."""
-_STACKED = re.compile(r"(.+\.layers\.\d+\.)(.+\.experts\.)(gate_up_proj|down_proj)")
+_STACKED = re.compile(r"(.+\.layers\.\d+\.)(.+\.experts\.)(gate_up_proj|up_proj|down_proj)")
 """The tensors of transformers' modules that have the matrices of all experts."""
 _KEY_HEADS = {"in_proj_b": 0, "in_proj_a": 1}
 """Halves of a matrix whose rows are ordered by key heads."""
