@@ -72,6 +72,8 @@ RELATIVES: dict[str, tuple[str, dict[str, Any]]] = {
 """More of them, close to those above, for tests of what they add to the packed block."""
 
 _LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+_NEMOTRON = {"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 16, "n_groups": 2,
+             "time_step_min": 1e-9}  # a limit that its modules have in prompts alone
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_expand": 2}
 RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("qwen3_5_text", {**_GROUPED, **_HEAD_DIM, **_LINEAR}),
@@ -85,9 +87,7 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
                           "state_size": 16}),
     "granite4": ("granitemoehybrid", {**_GROUPED, **_MAMBA, "shared_intermediate_size": 48, "num_local_experts": 0,
                                       "layer_types": ["mamba", "mamba", "attention", "mamba"]}),
-    "nemotron_h": ("nemotron_h", {**_GROUPED, **_HEAD_DIM, "mamba_num_heads": 8, "mamba_head_dim": 8,
-                                  "ssm_state_size": 16, "n_groups": 2,
-                                  "time_step_min": 1e-9,  # a limit that its modules have in prompts alone
+    "nemotron_h": ("nemotron_h", {**_GROUPED, **_HEAD_DIM, **_NEMOTRON,
                                   "layers_block_type": ["mamba", "mlp", "attention", "mamba"]}),
     "falcon_h1": ("falcon_h1", {**_GROUPED, "mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8,
                                 "mamba_d_state": 16, "mamba_chunk_size": 8}),
@@ -152,6 +152,14 @@ MIXED_RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "granite4_moe": ("granitemoehybrid", {**_GROUPED, **_MAMBA, "intermediate_size": 16, "shared_intermediate_size": 24,
                                           "num_local_experts": 6, "num_experts_per_tok": 3,
                                           "layer_types": ["mamba", "mamba", "attention", "mamba"]}),
+    "jamba_moe": ("jamba", {**_GROUPED, "mamba_d_state": 8, "attn_layer_period": 4, "attn_layer_offset": 2,
+                            "num_experts": 6, "num_experts_per_tok": 3, "expert_layer_offset": 1,
+                            "expert_layer_period": 2}),
+    "nemotron_h_moe": ("nemotron_h", {**_GROUPED, **_HEAD_DIM, **_NEMOTRON, "n_routed_experts": 8,
+                                      "num_experts_per_tok": 3, "moe_intermediate_size": 16, "n_group": 4,
+                                      "topk_group": 2, "moe_shared_expert_intermediate_size": 24,
+                                      "routed_scaling_factor": 1.5, "norm_topk_prob": True,
+                                      "layers_block_type": ["mamba", "moe", "attention", "moe"]}),
 }
 """Mixtures of experts with recurrent layers; a model has four layers."""
 if not hasattr(cache_utils, "LinearAttentionLayer"):

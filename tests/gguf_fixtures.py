@@ -135,6 +135,10 @@ _MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen35moe": ("qwen3_5_moe", {**_HYBRIDS["qwen35"][1], **_FEW}),
     "qwen3next": ("qwen3_next", {**_HYBRIDS["qwen35"][1], **_FEW}),
     "lfm2moe": ("lfm2_moe", {**_PAIR, **_FEW, "layer_types": ["conv", "full_attention"]}),
+    "jamba-moe": ("jamba_moe", {**_HYBRIDS["jamba"][1], **_FEW}),
+    "nemotron_h_moe": ("nemotron_h_moe", {**_HYBRIDS["nemotron_h"][1], "n_routed_experts": 4, "num_experts_per_tok": 2,
+                                          "n_group": 1, "topk_group": 1,
+                                          "layers_block_type": ["mamba", "attention", "moe"]}),
 }
 """The same with experts; hybrids, GLM and those with latent attention have two layers, others one."""
 LATENT = ("deepseek_v2", "deepseek_v3", "kimi_linear")
@@ -176,7 +180,10 @@ class MadeHybrid(InFolder):
         width, count = sizes["intermediate_size"], len(words_of("llama")["tokenizer.ggml.tokens"])
         dual = {"mamba_d_head": sizes["hidden_size"] // 2, "shared_intermediate_size": width}
         beside = {"shared_expert_intermediate_size": width}
-        own = {"granitehybrid-moe": dual, "qwen2moe": beside, "qwen35moe": beside, "qwen3next": beside}
+        latent = {"moe_latent_size": sizes["hidden_size"] // 2, "moe_shared_expert_intermediate_size": width,
+                  "mamba_head_dim": sizes["hidden_size"] // 2}
+        own = {"granitehybrid-moe": dual, "qwen2moe": beside, "qwen35moe": beside, "qwen3next": beside,
+               "nemotron_h_moe": latent}
         if "moe" in family.partition("_")[2] or family in ("qwen3_next", *LATENT):
             sizes["moe_intermediate_size"] = width
         if self.architecture == "qwen35moe":

@@ -164,6 +164,11 @@ class ModelInfo:
         """How many layers at the head schedules never drop: those up to the last one that another layer reads."""
         return 1 + max((source for source in self.sources if source is not None), default=-1)
 
+    @property
+    def attends(self) -> tuple[bool, ...]:
+        """Of each layer, whether it has attention; the others are recurrent. Empty if unknown."""
+        return tuple(heads > 0 for heads, *_ in self.kv_sizes)
+
 
 def finite_logprob(value: float) -> float:
     """A log-probability for JSON, which has no infinity: at least -9999, as from OpenAI's servers."""

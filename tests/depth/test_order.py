@@ -174,3 +174,11 @@ def test_a_core_must_fit_the_stack(head: int, tail: int) -> None:
 def test_the_size_of_a_core_must_fit_the_stack(size: int) -> None:
     with pytest.raises(ValueError, match=r"1\.\.8"):
         core_for(8, size)
+
+
+def test_all_layers_of_a_kind_go_before_the_others_each_kind_in_its_usual_order() -> None:
+    attends, scores = [False, False, True] * 4, {"leave_one_out": [float(-layer) for layer in range(12)]}
+    assert removal_order("attention_first", 12, 2, 2, attends=attends) == (5, 8, 2, 6, 7, 4, 3, 9)
+    assert removal_order("recurrent_first", 12, 2, 2, scores, "leave_one_out", attends) == (9, 7, 6, 4, 3, 8, 5, 2)
+    with pytest.raises(Unsupported, match="recurrent_first.*all of one kind"):
+        removal_order("recurrent_first", 12, 2, 2, attends=[True] * 12)

@@ -15,6 +15,7 @@ import shoal
 from families import tiny
 from shoal.engine.cards import card as cards
 from shoal.engine.cards.card import FILE, Card, read_card
+from shoal.engine.cards.quick import Effort, measure_card
 from shoal.engine.loading.load import engine_for
 
 SCORES = [5.0, 1.0, 4.0, 2.0, 3.0, 6.0]
@@ -155,3 +156,17 @@ def test_cards_that_ship_are_small_and_of_the_form_that_is_read() -> None:
         assert path.stat().st_size < 8192 and not card.empty and card.bears is not None
         assert data["model"]["fingerprints"] and data["model"]["norms"] and data["model"]["weights"]
         assert data["measured"]["tokens"] >= 96 and data["measured"]["machine"]
+
+
+def test_a_card_of_a_hybrid_says_what_each_kind_of_layer_is_worth() -> None:
+    engine = engine_for(tiny("qwen3_5"))
+    data = measure_card(engine, [([1, 2, 3], [4, 5, 6, 7])], Effort(None))
+    attends = [kind == "full_attention" for kind in engine.model.config.layer_types]
+    scores = data["layer_scores"]["leave_one_out"]
+    for kind, wanted in (("attention", True), ("recurrent", False)):
+        layers = [layer for layer, own in enumerate(attends) if own == wanted]
+        assert layers and data["by_kind"][kind]["layers"] == layers
+        mean = sum(scores[layer] for layer in layers) / len(layers)
+        assert data["by_kind"][kind]["leave_one_out"] == pytest.approx(mean, abs=1e-5)
+    assert data["model"]["sizes"]["attention"] == sum(attends)
+    assert "by_kind" not in measure_card(engine_for(tiny("llama")), [([1, 2, 3], [4, 5, 6, 7])], Effort(None))

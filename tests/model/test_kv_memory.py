@@ -62,6 +62,21 @@ def test_zeros_and_what_is_cleared(seed: int, dtype: torch.dtype) -> None:
     assert not ours.any()
 
 
+@pytest.mark.parametrize("heads", [1, 3000])
+def test_tensors_in_one_piece_of_memory_are_apart(heads: int) -> None:
+    """Below and above the size from which memory is mapped."""
+    dtypes = (torch.bfloat16, torch.float64)
+    like = [torch.zeros(heads, tokens, 5, dtype=dtype) for tokens in (1, 0, 7) for dtype in dtypes]
+    ours = kv_memory.together(like)
+    for number, one in enumerate(ours):
+        one.fill_(number)
+    for number, (one, other) in enumerate(zip(ours, like, strict=True)):
+        assert (one.shape, one.dtype, one.is_contiguous()) == (other.shape, other.dtype, True)
+        assert (one == number).all()
+    mapped = {one.untyped_storage().data_ptr() for one in ours if one.numel()}
+    assert len(mapped) == (1 if heads == 3000 and sys.platform == "linux" else 4)
+
+
 @paged
 def test_a_batch_takes_the_memory_of_its_tokens() -> None:
     """One long sequence beside short ones, joining in any order, while places and slots grow."""

@@ -57,6 +57,27 @@ def test_experts_and_weights_are_those_of_the_formulas(form: str, biased: bool) 
         assert weights[token].tolist() == pytest.approx([wanted[one] for one in sorted(wanted)], rel=1e-12)
 
 
+@pytest.mark.parametrize("latent", [0, 4])
+def test_experts_without_a_gate_and_between_projections(latent: int) -> None:
+    count, hidden, width = 5, 6, 7
+    size = latent or hidden
+    up = [drawn(width, size, seed=one) for one in range(count)]
+    down, router = [drawn(size, width, seed=9 + one) for one in range(count)], drawn(count, hidden, seed=50)
+    into, back = drawn(size, hidden, seed=51), drawn(hidden, size, seed=52)
+    first, last = (tuple(partial(linear, weight=one) for one in own) for own in (up, down))
+    layer = Mixture(Routing(count, 2, sigmoid=True), partial(linear, weight=router), first, last,
+                    lambda x: x.relu().square(), plain=True,
+                    latent=(partial(linear, weight=into), partial(linear, weight=back)) if latent else None)
+    x, beside = drawn(9, hidden, seed=60), drawn(9, hidden, seed=61)
+    found = layer(x, torch.float64, beside)
+    for token, line in enumerate(x):
+        narrow, total = into @ line if latent else line, torch.zeros(size, dtype=torch.float64)
+        for one, weight in by_hand((router @ line).tolist(), layer.routing, [0.0] * count).items():
+            total += weight * (down[one] @ (up[one] @ narrow).clamp_min(0) ** 2)
+        wanted = beside[token] + (back @ total if latent else total)
+        assert float((found[token] - wanted).abs().max()) < 1e-10
+
+
 def test_of_equal_scores_the_first_wins() -> None:
     chosen, weights = Routing(6, 3)(torch.zeros(2, 6))
     assert chosen.tolist() == [[0, 1, 2]] * 2

@@ -85,6 +85,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
                        "indexer_budget": 8, "indexer_compress_ratio": 4, "ngram_vocab_size_base": 100},
     "reformer": {"is_decoder": True, "axial_pos_shape": [8, 16], "axial_pos_embds_dim": [16, 16]},
     "roc_bert": {"pronunciation_embed_dim": 16, "shape_embed_dim": 16, "shape_vocab_size": 60},
+    "xlstm": {"hidden_size": 128},  # it rounds the width of keys up to 64
     "xmod": {"default_language": "en_XX"},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"]},
 }

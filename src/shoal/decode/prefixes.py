@@ -12,14 +12,14 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 
 from shoal.heap import give_back
-from shoal.model.kv.cache import KVCache, LayerCopy, SequenceCopy, copy_in, look, usable
+from shoal.model.kv.cache import KVCache, SequenceCopy, copy_in, look, usable
 from shoal.model.state.layer import State, state_bytes
 
 _GRID = 512
 """Fewest tokens between states that are kept within a prompt."""
 
 _HOLES = 2**26
-"""Memory is returned after this many dropped bytes, or a quarter of the limit: returning it takes milliseconds."""
+"""Memory is returned after this many kept bytes, or a quarter of the limit: returning it takes milliseconds."""
 
 
 @dataclass(slots=True, eq=False)
@@ -41,7 +41,7 @@ class Prefixes:
     """
 
     def __init__(self, limit: int) -> None:
-        self.limit, self.bytes, self._dropped = limit, 0, 0
+        self.limit, self.bytes, self._since = limit, 0, 0
         self._roots: dict[str, _Node] = {}
         self._order: OrderedDict[_Node, None] = OrderedDict()
         """All nodes but roots by their last use; a node comes after its children."""
@@ -116,22 +116,16 @@ class Prefixes:
 
     def _split(self, node: _Node, at: int) -> _Node:
         """Cut a node in two after position at - 1; returns the first part. What is stored is moved layer by layer."""
-        first, last, size = node.piece.first, node.piece.last, at - node.piece.first
-        layers, low, high = [*reversed(node.piece.layers)], list[LayerCopy](), list[LayerCopy]()
+        size = at - node.piece.first
         self.bytes -= node.piece.bytes
-        node.piece = SequenceCopy((), first, last)
         try:
-            while layers:
-                layer = layers.pop()
-                low.append(layer.cut(first, at).copied())
-                high.append(layer.cut(at, last).copied())
+            low, node.piece = node.piece.parted(at)
         except BaseException:  # a node that is half cut is of no use
             self.clear()
             raise
-        part = _Node(node.tokens[:size], SequenceCopy(tuple(low), first, at), node.parent)
+        part = _Node(node.tokens[:size], low, node.parent)
         self._attach(part)
         node.tokens, node.parent = node.tokens[size:], part
-        node.piece = SequenceCopy(tuple(high), at, last)
         part.children[node.tokens[0]] = node
         self.bytes += node.piece.bytes
         return part
@@ -156,8 +150,9 @@ class Prefixes:
             if oldest is None:
                 return False
             self._drop(oldest)
-        if self._dropped > min(_HOLES, self.limit // 4):  # they leave holes into which new sequences seldom fit
-            self._dropped = 0
+        self._since += size
+        if self._since > min(_HOLES, self.limit // 4):  # what passes leaves holes into which other things seldom fit
+            self._since = 0
             give_back()
         return True
 
@@ -167,7 +162,6 @@ class Prefixes:
         if not leaf.parent.children and leaf.parent not in self._order:
             self._roots = {salt: root for salt, root in self._roots.items() if root.children}
         self.bytes -= leaf.piece.bytes
-        self._dropped += leaf.piece.bytes
 
 
 def _missing(piece: SequenceCopy, seen: SequenceCopy) -> list[dict[int, State]]:

@@ -95,13 +95,15 @@ _BY_PLACE: Mapping[str, Callable[[range, int], tuple[int, ...]]] = {
     "spread": _spread,
 }
 _BY_SCORE = ("influence", "leave_one_out")
-ORDERS = ("auto", *_BY_PLACE, *_BY_SCORE)
+BY_KIND = {"attention_first": True, "recurrent_first": False}
+"""Of a model with layers of both kinds, all of one kind before the others; within a kind as "auto" has them."""
+ORDERS = ("auto", *_BY_PLACE, *_BY_SCORE, *BY_KIND)
 """Every name that `removal_order` takes."""
 
 
 def removal_order(
     order: Order, num_layers: int, head: int, tail: int, scores: Mapping[str, Sequence[float]] | None = None,
-    recommended: Order | None = None,
+    recommended: Order | None = None, attends: Sequence[bool] = (),
 ) -> tuple[int, ...]:
     """The flex layers in the order in which they are dropped.
 
@@ -111,12 +113,19 @@ def removal_order(
         scores: cost of dropping each layer, by kind (`influence`, `leave_one_out`).
         recommended: the order of the model's calibration card. A list of layers may have been found with another core:
             layers of this core are left out, and flex layers that the list lacks go last.
+        attends: of each layer, whether it has attention; empty if all have.
 
     Raises:
-        Unsupported: the order needs scores that the model does not have.
+        Unsupported: the order needs scores, or kinds of layers, that the model does not have.
         ValueError: an unknown name, or layers that are not a permutation of the flex layers.
     """
     flex = Core(head, tail).flex(num_layers)
+    if isinstance(order, str) and order in BY_KIND:
+        if len(set(attends)) < 2:
+            raise Unsupported(f"removal order {order!r}", "the model's layers are all of one kind",
+                              f"Take another order, such as {FALLBACK!r}")
+        usual = removal_order("auto", num_layers, head, tail, scores, recommended)
+        return tuple(sorted(usual, key=lambda layer: attends[layer] != BY_KIND[order]))
     chosen = (recommended or FALLBACK) if order == "auto" else order
     if isinstance(chosen, str):
         return _named(chosen, flex, num_layers, scores or {})

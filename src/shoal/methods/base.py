@@ -43,7 +43,7 @@ def check_order(name: str, recipe: Recipe, info: ModelInfo) -> None:
 
 def lost_kind(name: str, recipe: Recipe, info: ModelInfo) -> str | None:
     """What to say of a plan that leaves no layer of a kind, attention or recurrent, of a model with both; else None."""
-    stores = [heads > 0 for heads, *_ in info.kv_sizes]
+    stores = info.attends
     for attends, kind in ((True, "attention"), (False, "recurrent")):
         layers = [layer for layer, own in enumerate(stores) if own == attends]
         last = max((recipe.plan.attention[layer] for layer in layers), default=info.max_new_tokens)

@@ -67,7 +67,7 @@ class D3(Method):
         """A power law says how many layers run, a removal order which go first. Nothing is guessed."""
         num_layers, horizon = info.num_layers, self.horizon or info.max_new_tokens
         core = core_for(num_layers, self.core, self.order, info.order, info.core_head)
-        removal = removal_order(self.order, num_layers, *core, info.scores, info.order)
+        removal = removal_order(self.order, num_layers, *core, info.scores, info.order, info.attends)
         if self.alpha is None and self.mean is None and info.bears is not None:
             budget = self._bearable(num_layers, horizon, core.size, info.bears)
         else:

@@ -70,7 +70,7 @@ class D3Spec(DraftingMethod):
         """D3's plan over a block drafts."""
         num_layers, horizon = info.num_layers, self.length + 1
         core = core_for(num_layers, self.core, self.order, info.order, info.core_head)
-        removal = removal_order(self.order, num_layers, *core, info.scores, info.order)
+        removal = removal_order(self.order, num_layers, *core, info.scores, info.order, info.attends)
         alpha = self._solve(num_layers, core.size) if self.alpha is None else self.alpha
         plan = lay_out(PowerLaw(alpha, self.start, self.rounding), removal, num_layers, horizon, horizon)
         return self.verified(Shallow(plan, self.length, self.stop), info)

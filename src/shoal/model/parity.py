@@ -59,17 +59,18 @@ def check_parity(runner: ModelRunner, model: Any, tolerances: Mapping[torch.dtyp
     with in_transformers(model.config), _states_kept(model):
         tokens, generated = _generated(runner, model)
         expected = model(input_ids=torch.tensor([tokens], device=runner.device), use_cache=False).logits[0]
-    own = relative_error(generated, expected[-len(generated) :])
+    by_tokens = runner.routes and runner.dtype.itemsize == 2
+    error_of = typical_error if by_tokens else relative_error
+    own = error_of(generated, expected[-len(generated) :])
     narrow = _CHUNKED if runner.state_bytes else _NARROWER if runner.dtype == torch.float64 else 0.0
     most = max(tolerance, narrow)
     if not own <= most:
         what = f"with its cache transformers computes other logits than without, by {own:.1e} of the largest logit"
         raise Unsupported(name, what, "Use model.generate for this architecture, and report it to transformers")
     logits = torch.cat(_run(runner, tokens, name))
-    by_tokens = runner.routes and runner.dtype.itemsize == 2
-    error = (typical_error if by_tokens else relative_error)(logits, torch.cat([expected, expected, expected[:4]]))
+    error = error_of(logits, torch.cat([expected, expected, expected[:4]]))
     if tolerance < error <= most:
-        own = max(own, relative_error(_generated(runner, model, tokens)[1], expected))
+        own = max(own, error_of(_generated(runner, model, tokens)[1], expected))
     allowed = max(tolerance, min(_TIMES_ITSELF * own, most))
     if not error <= allowed:
         what = f"its logits differ from the model's own by {error:.1e} of the largest logit, allowed are {allowed:.0e}"

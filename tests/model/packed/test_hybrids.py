@@ -156,13 +156,6 @@ def test_saved_folders_are_read_by_their_own_names(family: str, tmp_path: Path) 
         model, kernels=native.available()), ids, (20,)))
 
 
-def test_layers_with_experts_are_refused_by_number() -> None:
-    config = tiny("jamba", dtype=torch.float32, layers=LAYERS).config
-    mixed = type(config)(**{**config.to_dict(), "num_experts": 4, "expert_layer_offset": 1, "expert_layer_period": 2})
-    with pytest.raises(Unsupported, match="'jamba': its layers 1, 3 have mixtures of experts"):
-        shape_of(mixed)
-
-
 @pytest.mark.parametrize("family", PACKED_RECURRENT)
 def test_missing_and_surplus_tensors_are_refused(family: str) -> None:
     model = tiny(family, dtype=torch.float32, layers=LAYERS)

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.nn.functional import silu
+from typing_extensions import override
 
 from families import RECURRENT
 from mixers import KINDS, inputs, module_of, row_by_row
@@ -16,7 +17,8 @@ from shoal.model.layers.convolution import Convolution
 from shoal.model.layers.gated_delta import GatedDelta
 from shoal.model.layers.mamba import SelectiveScan
 from shoal.model.layers.mamba2 import Mamba2
-from shoal.model.layers.mixer import Mixer
+from shoal.model.layers.mixer import Memory, Mixer
+from shoal.model.layers.rg_lru import LinearUnit
 from shoal.model.packed import native
 from shoal.model.packed.native.recurrence import NativeRecurrence
 
@@ -25,7 +27,7 @@ pytestmark = [
     pytest.mark.skipif(not native.available(), reason=f"the native kernels do not run here: {native.why_not()}"),
 ]
 NAMES = ("qwen3_5", "qwen3_next", "olmo_hybrid", "kimi_linear", "bailing_hybrid", "mamba2", "granite4", "falcon_h1",
-         "falcon_h1 with a norm", "mamba", "falcon_mamba", "jamba", "lfm2", "minimax")
+         "falcon_h1 with a norm", "mamba", "falcon_mamba", "jamba", "lfm2", "recurrent_gemma", "minimax")
 NONE = row_by_row(torch.zeros(1, 1))
 
 
@@ -57,6 +59,14 @@ def wide_scan(normed: bool) -> SelectiveScan:
         -drawn(state, channels, seed=5).exp(), drawn(channels, seed=6), drawn(channels, seed=7), rank, norms, 1e-5)
 
 
+def wide_unit() -> LinearUnit:
+    heads, size = 3, 70
+    first, second = ((drawn(heads, size, size, seed=2 + number) / 4, drawn(heads, size, seed=4 + number))
+                     for number in range(2))
+    return LinearUnit(NONE, NONE, Convolution(drawn(4, heads * size), drawn(heads * size, seed=1)),
+                      drawn(heads * size, seed=6), (first, second))
+
+
 def for_kernels(mixer: Mixer, lines: torch.Tensor) -> torch.Tensor:
     """The inputs as the library takes them: those of a scan with what follows from its convolved x."""
     if isinstance(mixer, GatedDelta):
@@ -76,6 +86,8 @@ def cases() -> dict[str, tuple[Mixer, torch.Tensor]]:
         lines[name] = wide, drawn(24, size, seed=5)
     dual = wide_dual()
     lines["wide, dual"] = dual, drawn(24, dual.conv.weight.shape[1] + 6 * 80 + 6, seed=6)
+    lines["wide, unit"] = wide_unit(), drawn(24, 420, seed=12)
+    lines["wide, scan that shows"] = replace(wide_scan(False), shows=True), drawn(24, 660, seed=13)
     return lines | {f"wide, scan{end}": (wide_scan(bool(end)), drawn(24, 660, seed=11)) for end in ("", " with norms")}
 
 
@@ -84,7 +96,8 @@ def flat_of(mixer: Mixer) -> torch.Tensor:
     return torch.zeros(sum(map(math.prod, mixer.state_sizes)))
 
 
-@pytest.fixture(params=[*NAMES, "wide", "wide, by channels", "wide, dual", "wide, scan", "wide, scan with norms"])
+@pytest.fixture(params=[*NAMES, "wide", "wide, by channels", "wide, dual", "wide, scan",
+                        "wide, scan with norms", "wide, scan that shows", "wide, unit"])
 def case(request: pytest.FixtureRequest) -> tuple[Mixer, torch.Tensor]:
     return cases()[request.param]
 
@@ -126,8 +139,18 @@ def test_the_comparison_has_power() -> None:
         assert (found - wanted).abs().max() > 1e-3 * wanted.abs().max()
 
 
+class Unknown(Mixer):
+    """A recurrence without a kernel."""
+
+    state_sizes = ((1,),)
+
+    @override
+    def recur(self, inputs: torch.Tensor, state: Memory) -> torch.Tensor:
+        return inputs
+
+
 def test_what_the_kernels_do_not_have_is_refused() -> None:
-    with pytest.raises(ValueError, match="no LinearUnit"):
-        NativeRecurrence(KINDS["recurrent_gemma"].mixer(module_of("recurrent_gemma")[1]))
+    with pytest.raises(ValueError, match="no Unknown"):
+        NativeRecurrence(Unknown(NONE, NONE))
     with pytest.raises(ValueError, match="9 taps"):
         NativeRecurrence(replace(wide_dual(), conv=Convolution(drawn(9, 6 * 80 + 4 * 128))))

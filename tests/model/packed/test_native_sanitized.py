@@ -37,6 +37,9 @@ def runtime(name: str) -> str:
     ("test_native_trees.py", "not many"),
     ("test_native_blocks.py", "1280 or ragged"),
     ("test_experts.py", "rows_and or other_experts or stand_for"),
+    ("test_native_recurrent.py", "recurrent_gemma or unit or shows"),
+    ("test_recurrent_gemma.py", "of_the_kernels"),
+    ("test_sambay_native.py", "of_the_formulas_however or random_schedules and not long"),
 ])
 def test_memory_and_arithmetic(file: str, some: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     cache = tmp_path_factory.getbasetemp() / "sanitized"  # compiled for the first of these tests

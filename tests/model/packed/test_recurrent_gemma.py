@@ -1,7 +1,8 @@
-"""RecurrentGemma on packed layers in torch, which alone runs it: its modules keep their states to themselves."""
+"""RecurrentGemma on packed layers and the kernels, which alone run it: its modules keep their states to themselves."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,20 @@ import shoal
 from backends import packed
 from drive import gap, prompt
 from families import RECURRENT, fingerprint, tiny
+from hybrid_steps import unpacked
+from shoal.depth.plan import DepthPlan
 from shoal.engine.loading.load import engine_for
 from shoal.methods.aded import ADED
 from shoal.methods.prompt_lookup import PromptLookup
+from shoal.model.packed import native
+from shoal.model.packed.native.recurrence import NativeRecurrence
+from shoal.model.packed.native_runner import NativeRunner
 from shoal.model.packed.runner import PackedRunner
 from shoal.model.packed.shape import shape_of
 from shoal.model.packed.source import TensorSource
 from shoal.model.packed.weights import check_names
 from shoal.model.parity import chunked_logits
+from shoal.model.runner import SequenceChunk
 
 LAYERS = 5
 pytestmark = pytest.mark.skipif(not RECURRENT, reason="this transformers has no common cache of states")
@@ -33,8 +40,18 @@ def of_modules(model: Any, ids: list[int]) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("changes", [{}, {"attention_bias": True, "logits_soft_cap": 3.0, "lru_width": None},
-                                     {"block_types": ["attention", "recurrent"], "num_key_value_heads": 2}], ids=str)
+def exact(ids: list[int], **changes: Any) -> Tensor:
+    """The same of the model in float64. In float32 its modules lose digits of 1 - a^2, a hundred times the kernels'."""
+    return of_modules(tiny("recurrent_gemma", layers=LAYERS, **changes), ids).float()
+
+
+kernels = pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.why_not()}")
+each_change = pytest.mark.parametrize("changes", [
+    {}, {"attention_bias": True, "logits_soft_cap": 3.0, "lru_width": None},
+    {"block_types": ["attention", "recurrent"], "num_key_value_heads": 2}], ids=str)
+
+
+@each_change
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_logits_are_those_of_the_modules_however_the_text_is_cut(dtype: torch.dtype, changes: dict[str, Any]) -> None:
     model, ids = tiny("recurrent_gemma", dtype=dtype, layers=LAYERS, **changes), prompt(30)
@@ -43,12 +60,56 @@ def test_logits_are_those_of_the_modules_however_the_text_is_cut(dtype: torch.dt
         assert gap(chunked_logits(runner, ids, sizes), wanted) < 1e-5 * float(wanted.abs().max())
 
 
+@kernels
+@each_change
+def test_logits_of_the_kernels_are_those_of_the_modules_however_the_text_is_cut(changes: dict[str, Any]) -> None:
+    model, ids = tiny("recurrent_gemma", dtype=torch.float32, layers=LAYERS, **changes), prompt(40)
+    runner, wanted = packed(model, kernels=True), exact(ids, **changes)
+    assert isinstance(runner, NativeRunner)
+    whole = chunked_logits(runner, ids, (40,))
+    assert gap(whole, wanted) < 1e-4 * float(wanted.abs().max())
+    for sizes in ((5, 25, 1, 9), (17, 23), (1,) * 40):
+        assert torch.equal(chunked_logits(runner, ids, sizes), whole)
+
+
+@kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("quant", [None, "int8", "int4"])
+def test_prompts_of_three_lengths_have_the_bits_of_one_alone(dtype: torch.dtype, quant: Any) -> None:
+    runner = packed(tiny("recurrent_gemma", dtype=dtype, layers=LAYERS), quant, kernels=True)
+    texts, plan = [prompt(size, seed) for seed, size in enumerate((70, 1, 12))], DepthPlan.full(LAYERS)
+    chunks = [SequenceChunk(seq, text, [0] * len(text), plan, wanted=len(text)) for seq, text in enumerate(texts)]
+    found = runner.forward(chunks, runner.new_cache(3)).split([len(text) for text in texts])
+    for text, logits in zip(texts, found, strict=True):
+        assert torch.equal(logits, chunked_logits(runner, text, (1,) * len(text)))
+
+
+@kernels
+@pytest.mark.parametrize("quant", ["int8", "int4"])
+def test_quantised_matrices_on_the_kernels(quant: Any) -> None:
+    model, ids = tiny("recurrent_gemma", dtype=torch.float32, layers=LAYERS), prompt(12)
+    runner = packed(model, quant, kernels=True)
+    plain = PackedRunner(runner.shape, unpacked(runner.weights), runner.rotary, runner.dtype, runner.device)
+    wanted, unquantised = chunked_logits(plain, ids, (12,)), chunked_logits(packed(model), ids, (12,))
+    assert gap(chunked_logits(runner, ids, (12,)), wanted) < 2 * gap(wanted, unquantised)
+
+
+@kernels
+def test_the_comparison_has_power(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = tiny("recurrent_gemma", dtype=torch.float32, layers=LAYERS), prompt(20)
+    wanted, real = exact(ids), NativeRecurrence._unit
+    for changed in (lambda mixer: replace(mixer, gates=mixer.gates[::-1]),
+                    lambda mixer: replace(mixer, scale=mixer.scale + 1)):
+        monkeypatch.setattr(NativeRecurrence, "_unit", lambda self, mixer, changed=changed: real(self, changed(mixer)))
+        assert gap(chunked_logits(packed(model, kernels=True), ids, (20,)), wanted) > 1e-3 * float(wanted.abs().max())
+
+
 @pytest.mark.parametrize("method", [PromptLookup(), ADED()], ids=lambda method: type(method).__name__)
 def test_it_is_packed_by_itself_and_drafted_for(method: Any) -> None:
     model = tiny("recurrent_gemma", layers=LAYERS)
     before = fingerprint(model)
     engine = engine_for(model, None, backend="auto")
-    assert isinstance(engine.runner, PackedRunner) and fingerprint(model) == before
+    assert type(engine.runner) is PackedRunner and fingerprint(model) == before
     prompts = [prompt(9) * 2, prompt(4, 1)]
     plain = [engine.generate([one], max_new_tokens=24)[0].tokens for one in prompts]
     texts = [result.tokens for result in engine.generate(prompts, method=method, max_new_tokens=24)]
@@ -61,8 +122,9 @@ def test_a_folder_is_loaded(tmp_path: Path) -> None:
     model, ids = tiny("recurrent_gemma", dtype=torch.float32, layers=LAYERS), prompt(20)
     model.save_pretrained(tmp_path)
     runner = shoal.load(str(tmp_path), dtype="float32").runner
-    assert isinstance(runner, PackedRunner)
-    assert gap(chunked_logits(runner, ids, (20,)), of_modules(model, ids)) < 1e-4
+    assert isinstance(runner, NativeRunner if native.available() else PackedRunner)
+    wanted = exact(ids)
+    assert gap(chunked_logits(runner, ids, (20,)), wanted) < (1e-4 if native.available() else 2e-3) * wanted.abs().max()
 
 
 def test_missing_tensors_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""SambaY against the paper's formulas: logits, texts, drafts, prefixes, plans, and what a prompt does not run."""
+"""SambaY in torch against the paper's formulas: logits, texts, drafts, prefixes, plans, and what prompts do not run."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 import shoal
+from backends import CPU
 from drive import gap, prompt
 from hybrid_steps import unpacked
 from sambay import LAYERS, SIZES, WINDOW, Oracle, random_tensors, role, shapes, write
@@ -38,8 +39,10 @@ from shoal.methods.kv_int8 import KVInt8
 from shoal.methods.prompt_lookup import PromptLookup
 from shoal.methods.unified_layer_skipping import UnifiedLayerSkipping
 from shoal.model.packed import block
+from shoal.model.packed.build import build
 from shoal.model.packed.runner import PackedRunner
 from shoal.model.packed.shape import shape_of
+from shoal.model.packed.source import TensorSource
 from shoal.model.packed.weights import tensors as named
 from shoal.model.parity import chunked_logits, ragged_logits
 from shoal.model.runner import SequenceChunk, Start
@@ -99,16 +102,20 @@ def test_in_trees_and_beside_others(engine: Engine) -> None:
     assert gap(ragged_logits(engine.runner, ids), torch.cat([wanted, wanted[:4]])) < EXACT
 
 
-def test_in_float32(folder: Path) -> None:
-    runner, ids = shoal.load(folder, dtype="float32").runner, prompt(30)
+def in_torch(dtype: torch.dtype, quant: Any = None) -> PackedRunner:
+    return build(Phi4FlashConfig(**SIZES), TensorSource(tensors()), dtype, CPU, quant, kernels=False)
+
+
+def test_in_float32() -> None:
+    runner, ids = in_torch(torch.float32), prompt(30)
     wanted = Oracle(SIZES, tensors()).read(ids)
     assert gap(chunked_logits(runner, ids, (7, 23)).double(), wanted) < 1e-4 * float(wanted.abs().max())
 
 
-def test_in_bfloat16(folder: Path) -> None:
+def test_in_bfloat16() -> None:
     """Against the formulas on the rounded weights; activations are rounded besides."""
     rounded = {name: tensor.bfloat16().double() for name, tensor in tensors().items()}
-    runner, ids = shoal.load(folder, dtype="bfloat16").runner, prompt(30)
+    runner, ids = in_torch(torch.bfloat16), prompt(30)
     wanted = Oracle(SIZES, rounded).read(ids)
     found = chunked_logits(runner, ids, (7, 23)).double()
     assert float((found - wanted).abs().mean()) < 0.03 * float(wanted.abs().max())
@@ -346,8 +353,7 @@ def test_measured_layers_say_what_the_order_is(engine: Engine) -> None:
 
 
 def test_the_folder_loads_without_the_code_that_it_names(folder: Path) -> None:
-    config = shoal.load(folder, dtype="float32").runner
-    assert type(config) is PackedRunner
+    assert isinstance(shoal.load(folder, dtype="float32").runner, PackedRunner)
     with pytest.raises(ValueError):
         AutoConfig.from_pretrained(folder, trust_remote_code=False)
 
@@ -402,9 +408,8 @@ def test_what_needs_modules_is_refused(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("quant", ["int8", "int4"])
-def test_quantised_matrices_are_what_they_stand_for(folder: Path, quant: Any) -> None:
-    runner, ids = shoal.load(folder, dtype="float32", quant=quant).runner, prompt(12)
-    assert isinstance(runner, PackedRunner)
+def test_quantised_matrices_are_what_they_stand_for(quant: Any) -> None:
+    runner, ids = in_torch(torch.float32, quant), prompt(12)
     plain = PackedRunner(runner.shape, unpacked(runner.weights), runner.rotary, runner.dtype, runner.device)
     wanted = chunked_logits(plain, ids, (12,))
     assert gap(chunked_logits(runner, ids, (5, 7)), wanted) < 1e-4 * float(wanted.abs().max())

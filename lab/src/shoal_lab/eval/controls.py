@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from shoal.depth.order import Core, default_core, removal_order
+from shoal.depth.order import BY_KIND, Core, default_core, removal_order
 from shoal.engine.engine import Engine
 from shoal.methods.base import Method
 from shoal.methods.d3 import D3
@@ -77,7 +77,7 @@ def setting(
         raise ValueError(f"an ideal speed-up of {speedup:g} is out of reach; with {kept.size} core layers of {layers} "
                          f"it is 1..{most:.2f}. Change it, or core")
     removal = removal_order(order if isinstance(order, str) else tuple(order), layers, *kept,
-                            engine.card.layer_scores, engine.card.order)
+                            engine.card.layer_scores, engine.card.order, engine.info().attends)
     return ControlSetting(engine, lengths, mean, removal, kept, max_new_tokens, tuple(seeds), tuple(curve))
 
 
@@ -213,8 +213,12 @@ def _shuffled(order: Sequence[int], seed: int) -> tuple[int, ...]:
 
 def _orders(at: ControlSetting) -> list[Make]:
     scores = at.engine.card.layer_scores
-    scored = [kind for kind in ("influence", "leave_one_out") if kind in scores]
-    named = {name: removal_order(name, at.num_layers, *at.core, scores) for name in (*_PLACES, *scored)}
+    names = [*_PLACES, *(kind for kind in ("influence", "leave_one_out") if kind in scores)]
+    attends = at.engine.info().attends
+    if len(set(attends)) > 1:
+        names += BY_KIND
+    named = {name: removal_order(name, at.num_layers, *at.core, scores, at.engine.card.order, attends)
+             for name in names}
     return [partial(_d3, at, f"d3, {name}", 0.0, order) for name, order in named.items() if order != at.order]
 
 

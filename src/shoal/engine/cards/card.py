@@ -165,9 +165,11 @@ def keep(data: Mapping[str, Any]) -> Path:
 
 
 def sizes_of(runner: ModelRunner) -> dict[str, int]:
-    """Layers, vocabulary and width, which are the same for every backend."""
+    """Layers, vocabulary and width, the same for every backend; of a hybrid also how many layers have attention."""
     hidden = runner.shape.hidden if isinstance(runner, PackedRunner) else max(map(len, _norms(runner, 0)), default=0)
-    return {"layers": runner.num_layers, "vocab": runner.vocab_size, "hidden": hidden}
+    attends = sum(heads > 0 for heads, *_ in runner.kv_sizes)
+    hybrid = {} if attends == runner.num_layers else {"attention": attends}
+    return {"layers": runner.num_layers, "vocab": runner.vocab_size, "hidden": hidden, **hybrid}
 
 
 def norm_keys(runner: ModelRunner) -> tuple[str, ...]:

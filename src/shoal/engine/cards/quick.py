@@ -128,6 +128,7 @@ def measure_card(
         "order": list(order),
         "layer_scores": {"leave_one_out": _rounded(scores), "influence": _rounded(influence)},
         "agreement": _rounded(part.agreement for part in without),
+        **_by_kind(engine.info().attends, scores),
         "bears": {"kl": BEARABLE, "mean_layers": bearable(layers, curve) if curve else None, "curve": curve},
         "bytes": {"head_layers": round(engine.runner.head_layers, 3)},  # of the model's shape, not of a machine
         "measured": {"score": "KL in nats per token without the layer, teacher-forced", "texts": count,
@@ -135,6 +136,16 @@ def measure_card(
                      "dtype": str(engine.runner.dtype).removeprefix("torch."), "machine": platform.machine(),
                      "torch": torch.__version__, "shoal": installed_version("shoal")},
     }
+
+
+def _by_kind(attends: Sequence[bool], scores: Sequence[float]) -> dict[str, Any]:
+    """Of a hybrid, the layers of each kind and the mean cost of leaving one of them out."""
+    kinds = {"attention": True, "recurrent": False}
+    layers = {kind: [layer for layer, own in enumerate(attends) if own == wanted] for kind, wanted in kinds.items()}
+    if not all(layers.values()):
+        return {}
+    return {"by_kind": {kind: {"layers": mine, "leave_one_out": round(sum(scores[one] for one in mine) / len(mine), 5)}
+                        for kind, mine in layers.items()}}
 
 
 def bearable(num_layers: int, curve: Sequence[Sequence[float]], most: float = BEARABLE) -> float:

@@ -109,16 +109,22 @@ def _mamba1(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
 def _jamba(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
     kv_heads = metadata.each("attention.head_count_kv", common["num_hidden_layers"], least=0)
     attending = [layer for layer, count in enumerate(kv_heads) if count]
-    first, *later = attending
-    period = later[0] - first if later else len(kv_heads)
-    if first >= period or attending != [*range(first, len(kv_heads), period)]:
-        raise Unsupported(f"a Jamba GGUF file whose layers {', '.join(map(str, attending))} have attention",
-                          "transformers' Jamba has one such layer in each period", _REMEDY)
+    first, period = periodic("a Jamba GGUF file whose layers {} have attention", attending, len(kv_heads))
     return {
         "rope_parameters": None, "num_experts": 1, "num_experts_per_tok": 1, "attn_layer_offset": first,
         "attn_layer_period": period, **{f"mamba_{name}": found for name, found in _scan(
             file, metadata, common["hidden_size"]).items()},
     }
+
+
+def periodic(what: str, layers: list[int], count: int) -> tuple[int, int]:
+    """The first of some layers and the distance from one to the next; Unsupported where they are not equally far."""
+    first, *later = layers
+    period = later[0] - first if later else count
+    if first >= period or layers != [*range(first, count, period)]:
+        raise Unsupported(what.format(", ".join(map(str, layers))),
+                          "transformers' Jamba has one such layer in each period", _REMEDY)
+    return first, period
 
 
 def _scan(file: GgufFile, metadata: Metadata, hidden: int) -> Fields:

@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from shoal.model.gguf.family import Family, Fields
 from shoal.model.gguf.file import GgufFile
-from shoal.model.gguf.hybrids import HYBRIDS
+from shoal.model.gguf.hybrids import HYBRIDS, periodic
 from shoal.model.gguf.latent import LATENT_MIXTURES
 from shoal.model.gguf.metadata import Metadata
 
@@ -119,6 +119,31 @@ def _glm(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
     }
 
 
+def _jamba(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
+    layers = common["num_hidden_layers"]
+    mixed = [layer for layer in range(layers) if file.has(f"blk.{layer}.{_ROUTER}")]
+    first, period = periodic("a Jamba GGUF file whose layers {} have experts", mixed, layers)
+    return HYBRIDS["jamba"].own(file, metadata, common) | {
+        "num_experts": metadata.whole("expert_count"), "num_experts_per_tok": metadata.whole("expert_used_count"),
+        "expert_layer_offset": first, "expert_layer_period": period,
+    }
+
+
+def _nemotron_h(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
+    own = HYBRIDS["nemotron_h"].own(file, metadata, common)
+    latent = metadata.whole("moe_latent_size", 0, least=0)
+    return own | {
+        "n_routed_experts": metadata.whole("expert_count"), "num_experts_per_tok": metadata.whole("expert_used_count"),
+        "moe_intermediate_size": metadata.whole("expert_feed_forward_length"),
+        "moe_shared_expert_intermediate_size": metadata.whole("expert_shared_feed_forward_length"),
+        "n_shared_experts": metadata.whole("expert_shared_count", 1), "moe_latent_size": latent or None,
+        "n_group": metadata.whole("expert_group_count", 1), "topk_group": metadata.whole("expert_group_used_count", 1),
+        "routed_scaling_factor": metadata.number("expert_weights_scale", 1.0),
+        "norm_topk_prob": metadata.flag("expert_weights_norm", False),
+        "layers_block_type": ["moe" if kind == "mlp" else kind for kind in own["layers_block_type"]],
+    }
+
+
 def _names(prefix: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> dict[str, str]:
     return {f"{prefix}.experts.#.{name}.weight": place for name, place in ((gate, GATE), (up, UP), (down, DOWN))}
 
@@ -132,6 +157,11 @@ _GLM = {"mlp.gate.weight": _ROUTER, **_names("mlp"), "mlp.gate.e_score_correctio
 _GRANITE = {"block_sparse_moe.router.weight": _ROUTER, **_names("block_sparse_moe")}
 _SHARED_MLP = {f"shared_mlp.{name}.weight": f"ffn_{part}_shexp.weight"
                for name, part in (*_PARTS.items(), ("output_linear", "down"))}
+_NEMOTRON = {"mixer.gate.weight": _ROUTER, "mixer.gate.e_score_correction_bias": "exp_probs_b.bias",
+             "mixer.experts.#.up_proj.weight": UP, "mixer.experts.#.down_proj.weight": DOWN,
+             "mixer.fc1_latent_proj.weight": "ffn_latent_down.weight",
+             "mixer.fc2_latent_proj.weight": "ffn_latent_up.weight",
+             **{f"mixer.shared_experts.{part}_proj.weight": f"ffn_{part}_shexp.weight" for part in ("up", "down")}}
 _BY_KEY_HEADS = {f"linear_attn.in_proj_{part}.weight": "ssm_ba.weight" for part in ("ba", "b", "a")}
 
 
@@ -160,6 +190,9 @@ MIXTURES: Mapping[str, Family] = MappingProxyType({
     "lfm2moe": _with(HYBRIDS["lfm2"], "lfm2_moe", _lfm2, {
         "feed_forward.gate.weight": _ROUTER, **_names("feed_forward", "w1", "w3", "w2"),
         "feed_forward.expert_bias": "exp_probs_b.bias"}),
+    "jamba": _with(HYBRIDS["jamba"], "jamba", _jamba, {
+        "feed_forward.router.weight": _ROUTER, **_names("feed_forward")}),
+    "nemotron_h_moe": _with(HYBRIDS["nemotron_h"], "nemotron_h", _nemotron_h, _NEMOTRON),
     **LATENT_MIXTURES,
 })
 """Architectures by their name in GGUF files that announce experts."""

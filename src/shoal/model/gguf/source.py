@@ -36,7 +36,7 @@ _SANDWICH = {"input_layernorm": "attn_norm", "pre_feedforward_layernorm": "ffn_n
 _LAYER = re.compile(r"(?:model|backbone)\.layers\.(\d+)\.(.+)")
 ASIDE = re.compile(r"(^|\.)rope_(freqs|factors_long|factors_short)\.weight$")
 """Tensors that only the rotary embedding reads."""
-_STACKED = re.compile(r"(.+\.layers\.\d+\.)(.+\.experts\.)(gate_up_proj|down_proj)")
+_STACKED = re.compile(r"(.+\.layers\.\d+\.)(.+\.experts\.)(gate_up_proj|up_proj|down_proj)")
 """The tensors of transformers' modules that have the matrices of all experts."""
 CONV = "self_attn.conv1d.weight"
 """The convolution of Kimi Linear, which files have in parts."""

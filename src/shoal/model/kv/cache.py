@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 from weakref import WeakSet
 
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch import Tensor
 from shoal.model.kv.form import GROWTH, Store
 from shoal.model.kv.layer import ENDLESS, KVLayer, oldest_seen
 from shoal.model.kv.lent import LentSlots
+from shoal.model.kv.memory import clear, together
 from shoal.model.kv.passing import PassingLayer
 from shoal.model.state.layer import MOST_SNAPSHOTS, State, StateLayer, state_bytes
 
@@ -231,12 +233,18 @@ class LayerCopy:
     @property
     def bytes(self) -> int:
         """Bytes of all tensors."""
-        return state_bytes(self.states or {}) + sum(one.nbytes for one in (self.keys, self.values) if one is not None)
+        return state_bytes(self.states or {}) + sum(one.nbytes for one in self.stores)
 
-    def copied(self) -> LayerCopy:
-        """A copy in memory of its own; states never change, so they are shared."""
-        keys, values = (None if one is None else one.clone() for one in (self.keys, self.values))
-        return replace(self, keys=keys, values=values)
+    @property
+    def stores(self) -> list[Tensor]:
+        """Keys and values, if it has any."""
+        return [one for one in (self.keys, self.values) if one is not None]
+
+    def moved(self, stores: Sequence[Tensor]) -> LayerCopy:
+        """A copy of keys and values in `stores`; states never change, so they are shared."""
+        for to, one in zip(stores, self.stores, strict=True):
+            to.copy_(one)
+        return replace(self, keys=stores[0], values=stores[1]) if stores else self
 
     def cut(self, first: int, last: int) -> LayerCopy:
         """What is stored of positions first..last-1, as views, and the states after each of them."""
@@ -271,7 +279,27 @@ class SequenceCopy:
 
     def copied(self) -> SequenceCopy:
         """A copy in memory of its own."""
-        return replace(self, layers=tuple(layer.copied() for layer in self.layers))
+        pairs = zip(self.layers, self._room(), strict=True)
+        return replace(self, layers=tuple(layer.moved(room) for layer, room in pairs))
+
+    def _room(self) -> list[list[Tensor]]:
+        """Memory for the keys and values of each layer."""
+        room = iter(together([one for layer in self.layers for one in layer.stores]))
+        return [list(islice(room, len(layer.stores))) for layer in self.layers]
+
+    def parted(self, at: int) -> list[SequenceCopy]:
+        """The positions before `at` and the others, in memory of their own.
+
+        Unless somebody reads it in place, the whole loses its memory meanwhile, layer by layer.
+        """
+        parts = [self.cut(self.first, at), self.cut(at, self.last)]
+        rooms, layers = [part._room() for part in parts], [list[LayerCopy](), list[LayerCopy]()]
+        for number, layer in enumerate(self.layers):
+            for part, room, moved in zip(parts, rooms, layers, strict=True):
+                moved.append(part.layers[number].moved(room[number]))
+            for one in () if self.readers else layer.stores:
+                clear(one)
+        return [replace(part, layers=tuple(moved)) for part, moved in zip(parts, layers, strict=True)]
 
     def cut(self, first: int, last: int) -> SequenceCopy:
         """Positions first..last-1, as views."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from math import prod
 
@@ -32,10 +33,30 @@ def is_paged(device: torch.device) -> bool:
     return PAGED and device.type == "cpu"
 
 
-def zeros(like: Tensor, *shape: int) -> Tensor:
-    """A tensor of zeros in the dtype and on the device of `like`; MemoryError if there is no room for it."""
+_TOGETHER = 1 << 17
+"""Copies of a sequence's slots below this many bytes come from the heap."""
+_LINE = 64
+
+
+def together(like: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors with the shapes and dtypes of others and any content, in memory that is taken and given back as a whole.
+
+    Many small tensors on the heap would leave holes there, into which what comes later seldom fits.
+    """
+    sizes = [-(-one.nbytes // _LINE) * _LINE for one in like]
+    if not like or sum(sizes) < _TOGETHER or not is_paged(like[0].device):
+        return [one.new_empty(one.shape) for one in like]
+    parts = zeros(like[0].new_empty(0, dtype=torch.uint8), sum(sizes), small=0).split(sizes)
+    return [part[: one.nbytes].view(one.dtype).view(one.shape) for part, one in zip(parts, like, strict=True)]
+
+
+def zeros(like: Tensor, *shape: int, small: int | None = None) -> Tensor:
+    """A tensor of zeros in the dtype and on the device of `like`; MemoryError if there is no room for it.
+
+    Below `small` bytes, by default `SMALL`, it comes from the heap.
+    """
     size = prod(shape) * like.element_size()
-    if size < SMALL or not is_paged(like.device):
+    if size < (SMALL if small is None else small) or not is_paged(like.device):
         return like.new_zeros(shape)
     try:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _UNRESERVED)

@@ -2,6 +2,8 @@
 
 Routers follow Switch and Mixtral (arXiv 2401.04088, softmax) or DeepSeek-V3 (arXiv 2412.19437, section 2.1.2: sigmoids,
 a bias for the choice alone, groups of experts). A token's sum goes over its experts in the order of their numbers.
+Experts may also be MLPs without a gate, and read and give fewer numbers than a state has, between two projections
+(Nemotron 3).
 """
 
 from __future__ import annotations
@@ -95,10 +97,12 @@ class Mixture(Generic[M]):
         routing: how tokens choose.
         router: [n, hidden] to logits [n, count], in float32 or float64. If the MLP beside the experts is gated, one
             more column follows, whose sigmoid is the gate.
-        gate_up, down: matrices of each expert; the rows of `gate_up` are gate, then up.
-        activation: of the gate.
+        gate_up, down: matrices of each expert; the rows of `gate_up` are gate, then up, or up alone.
+        activation: of the gate, or of up alone.
         bias: [count], added to scores for the choice alone, or None.
         gated: whether the MLP beside them is gated.
+        plain: whether experts have no gate.
+        latent: the projection of what experts read, and that of their sum; or None.
     """
 
     routing: Routing
@@ -108,6 +112,8 @@ class Mixture(Generic[M]):
     activation: Callable[[Tensor], Tensor]
     bias: Tensor | None = None
     gated: bool = False
+    plain: bool = False
+    latent: tuple[M, M] | None = None
 
     def __call__(self, x: Tensor, dtype: torch.dtype, beside: Tensor | None = None) -> Tensor:
         """Outputs [n, hidden] for normed inputs [n, hidden], both in float32 or float64.
@@ -122,9 +128,23 @@ class Mixture(Generic[M]):
         if beside is not None:
             out += beside * torch.sigmoid(logits[:, self.routing.count :]) if self.gated else beside
         narrow = x.to(dtype)
+        if self.latent is None:
+            return self._add(out, narrow, chosen, weights)
+        into, back = self.latent
+        narrow = into(narrow)
+        found = self._add(torch.zeros_like(narrow, dtype=out.dtype), narrow, chosen, weights)
+        return out + back(found.to(dtype)).to(out.dtype)
+
+    def _add(self, out: Tensor, narrow: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Add what experts give for `narrow` to `out`."""
         for expert in chosen.unique().tolist():
             token, place = (chosen == expert).nonzero(as_tuple=True)
-            gate, up = self.gate_up[expert](narrow[token]).chunk(2, dim=-1)
-            found = self.down[expert](self.activation(gate) * up).to(out.dtype)
+            found = self.down[expert](self._neurons(self.gate_up[expert](narrow[token]))).to(out.dtype)
             out.index_add_(0, token, found * weights[token, place, None])
         return out
+
+    def _neurons(self, inputs: Tensor) -> Tensor:
+        if self.plain:
+            return self.activation(inputs)
+        gate, up = inputs.chunk(2, dim=-1)
+        return self.activation(gate) * up

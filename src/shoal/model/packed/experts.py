@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
+from shoal.errors import Unsupported
 from shoal.model.layers.experts import Routing
 from shoal.model.packed.kinds import LayerKind
 
@@ -22,21 +23,23 @@ class ExpertNames:
     Attributes:
         router: of its matrix.
         joined: pairs of the tensors [experts, rows, columns]: gate above up, and the output projection.
-        apart: gate, up and output projection of one expert, whose number takes the place of {}.
+        apart: gate, up and output projection of one expert, whose number takes the place of {}; without a gate two.
         bias: of the vector that is added to scores for the choice; none if there is no such vector.
         bias_rows: sizes of the vector's tensor before its last one.
         shared: of the MLP beside the experts, with the dot.
         shared_gate: of its gate's matrix, or None.
+        latent: of the projections around the experts.
     """
 
     router: tuple[str, ...] = ("mlp.gate.weight",)
     joined: tuple[tuple[str, str], ...] = (("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),)
-    apart: tuple[str, str, str] = ("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight",
+    apart: tuple[str, ...] = ("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight",
                                    "mlp.experts.{}.down_proj.weight")
     bias: tuple[str, ...] = ()
     bias_rows: tuple[int, ...] = ()
     shared: str = "mlp.shared_expert."
     shared_gate: str | None = None
+    latent: tuple[str, str] = ("", "")
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,8 @@ class ExpertKind:
         width: neurons of an expert, by config.
         shared: neurons of the MLP beside the experts, by config; 0 for none.
         biased: whether the router has a bias, by config.
+        plain: whether experts, and the MLP beside them, have no gate.
+        latent: numbers that experts read and give, by config; 0 for those of a state.
     """
 
     names: ExpertNames
@@ -58,6 +63,8 @@ class ExpertKind:
     width: Callable[[Any], int] = lambda text: int(text.moe_intermediate_size)
     shared: Callable[[Any], int] = lambda text: 0
     biased: Callable[[Any], bool] = lambda text: False
+    plain: bool = False
+    latent: Callable[[Any], int] = lambda text: 0
 
 
 @dataclass(frozen=True)
@@ -68,6 +75,7 @@ class ExpertShape:
         names, routing: see `ExpertKind`.
         width: neurons of an expert.
         biased, gated: whether there are a bias of the choice, and a gate of the MLP beside.
+        plain, latent: see `ExpertKind`.
     """
 
     names: ExpertNames
@@ -75,6 +83,8 @@ class ExpertShape:
     width: int
     biased: bool
     gated: bool
+    plain: bool = False
+    latent: int = 0
 
 
 def expert_shape(text: Any) -> ExpertShape | None:
@@ -83,7 +93,7 @@ def expert_shape(text: Any) -> ExpertShape | None:
     if kind is None or not any(kind.has(text, layer) for layer in range(text.num_hidden_layers)):
         return None
     return ExpertShape(kind.names, kind.routing(text), kind.width(text), kind.biased(text),
-                       kind.names.shared_gate is not None)
+                       kind.names.shared_gate is not None, kind.plain, kind.latent(text))
 
 
 def with_experts(
@@ -94,7 +104,8 @@ def with_experts(
     if own is None:
         return kinds, widths
     shared, sparse = own.shared(text), [own.has(text, layer) for layer in range(len(kinds))]
-    return (tuple(replace(kind, experts=True, gated_mlp=shared > 0) if has else kind
+    gated, plain = (shared > 0 and own.plain == bare for bare in (False, True))
+    return (tuple(replace(kind, experts=True, gated_mlp=gated, plain_mlp=plain) if has else kind
                   for kind, has in zip(kinds, sparse, strict=True)),
             tuple(shared if has else width for has, width in zip(sparse, widths, strict=True)))
 
@@ -146,6 +157,17 @@ def _ernie(text: Any) -> Routing:
     return Routing(text.moe_num_experts, text.moe_k, least=float(text.moe_norm_min))
 
 
+def _jamba(text: Any) -> Routing:
+    return Routing(text.num_experts, text.num_experts_per_tok, normalised=False)
+
+
+def _nemotron_latent(text: Any) -> int:
+    if text.mlp_bias:
+        raise Unsupported("the packed backend for model type 'nemotron_h' with experts", "its MLPs have biases "
+                          "(mlp_bias)", 'Use backend="hf", which runs the model\'s own modules')
+    return int(text.moe_latent_size or 0)
+
+
 def _sparse_steps(text: Any, layer: int) -> bool:
     return layer not in text.mlp_only_layers and (layer + 1) % text.decoder_sparse_step == 0
 
@@ -173,6 +195,14 @@ _GLM = ExpertNames(bias=("mlp.gate.e_score_correction_bias",), shared="mlp.share
 _KIMI = replace(_GLM, apart=("mlp.experts.{}.w1.weight", "mlp.experts.{}.w3.weight", "mlp.experts.{}.w2.weight"))
 _ERNIE = replace(_GLM, bias_rows=(1,), bias=("mlp.gate.moe_statics.e_score_correction_bias",
                                              "mlp.moe_statics.e_score_correction_bias"))
+_JAMBA = ExpertNames(
+    ("feed_forward.router.weight",), (("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"),),
+    ("feed_forward.experts.{}.gate_proj.weight", "feed_forward.experts.{}.up_proj.weight",
+     "feed_forward.experts.{}.down_proj.weight"))
+_NEMOTRON = ExpertNames(
+    ("mixer.gate.weight",), (("mixer.experts.up_proj", "mixer.experts.down_proj"),),
+    ("mixer.experts.{}.up_proj.weight", "mixer.experts.{}.down_proj.weight"), ("mixer.gate.e_score_correction_bias",),
+    shared="mixer.shared_experts.", latent=("mixer.fc1_latent_proj.weight", "mixer.fc2_latent_proj.weight"))
 
 EXPERTS: Mapping[str, ExpertKind] = MappingProxyType({
     "qwen2_moe": ExpertKind(_GATED, _softmax, _sparse_steps, shared=_shared_width),
@@ -198,5 +228,10 @@ EXPERTS: Mapping[str, ExpertKind] = MappingProxyType({
     "granitemoehybrid": ExpertKind(
         _GRANITE, _softmax, lambda text, layer: text.num_local_experts > 0,
         width=lambda text: int(text.intermediate_size), shared=lambda text: int(text.shared_intermediate_size)),
+    "jamba": ExpertKind(_JAMBA, _jamba, lambda text, layer: text.layers_num_experts[layer] > 1,
+                        width=lambda text: int(text.intermediate_size)),
+    "nemotron_h": ExpertKind(
+        _NEMOTRON, _glm, lambda text, layer: text.layer_types[layer] == "moe", biased=lambda text: True,
+        shared=lambda text: int(text.moe_shared_expert_intermediate_size), plain=True, latent=_nemotron_latent),
 })
 """Model types with mixtures of experts."""

@@ -187,7 +187,7 @@ HYBRIDS: Mapping[str, ModelKind] = MappingProxyType({
     "nemotron_h": ModelKind(
         MappingProxyType({"": LayerKind(("mamba2",), False, _ALONE), "full_attention": LayerKind(norms=_ALONE,
                                                                                                   gated_mlp=False),
-                          "mlp": LayerKind((), False, Norms(None, "norm"), plain_mlp=True)}),
+                          **dict.fromkeys(("mlp", "moe"), LayerKind((), False, Norms(None, "norm"), plain_mlp=True))}),
         replace(_MAMBA, attention="mixer.", mlp="mixer.")),
     "mamba2": ModelKind(MappingProxyType({"": LayerKind(("mamba2",), False, _ALONE)}), _MAMBA),
     **dict.fromkeys(("mamba", "falcon_mamba"), ModelKind(
@@ -202,6 +202,6 @@ HYBRIDS: Mapping[str, ModelKind] = MappingProxyType({
                           "sliding_attention": LayerKind(norms=_TEMPORAL)}),
         Names(final_norm="final_norm", attention="temporal_block.", mlp="mlp_block.", mixer="temporal_block.")),
 })
-"""Model types with recurrent layers: the kernels run all but RecurrentGemma and SambaY."""
+"""Model types with recurrent layers: the kernels run them all."""
 
 MODELS: Mapping[str, ModelKind] = MappingProxyType({**LLAMA, **MIXTURES, **HYBRIDS})

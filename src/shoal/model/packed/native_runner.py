@@ -18,7 +18,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.nn.functional import rms_norm
 from torch.nn.utils.rnn import pad_sequence
 from typing_extensions import override
 
@@ -32,7 +31,7 @@ from shoal.model.packed.block import scaled_logits
 from shoal.model.packed.linear import Quant, quant_for
 from shoal.model.packed.native_calls import LIMIT, KernelCall, States, calls_of
 from shoal.model.packed.native_states import NativeStates
-from shoal.model.packed.native_steps import PlainSteps
+from shoal.model.packed.native_steps import PlainSteps, read_stores
 from shoal.model.packed.runner import PackedRunner
 from shoal.model.packed.shape import RotaryTable, Shape
 from shoal.model.packed.weights import Role, Weights
@@ -59,10 +58,9 @@ _STARTS, _LENT = attrgetter("starts"), attrgetter("lent")
 
 def fits_kernels(shape: Shape, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the kernels can compute such a model."""
-    even = shape.head_dim % 2 == 0 and shape.head_dim <= native.MAX_HEAD_DIM
-    known = not shape.in_torch and all(shape.kind(layer).recurrence != "rg_lru" for layer in range(shape.num_layers))
+    even = shape.head_dim % 2 == 0 and shape.keys[1] <= native.MAX_HEAD_DIM
     few = shape.experts is None or shape.experts.routing.count <= native.MAX_EXPERTS
-    return even and known and few and device.type == "cpu" and dtype in _KINDS
+    return even and few and device.type == "cpu" and dtype in _KINDS
 
 
 def pack_for(weight: Tensor, role: Role, quant: Quant | None, arena: native.Arena) -> native.PackedWeight:
@@ -105,7 +103,7 @@ class NativeRunner(PackedRunner):
         self._states = NativeStates(self.decoder.recurrences) if self.decoder.recurrences else None
         self.input_bytes = 4 * sum(one.input_line for one in self.decoder.recurrences.values())
         self._attends = [shape.kind(layer).attends for layer in range(shape.num_layers)]
-        self._plain = PlainSteps(self.decoder, self._states, self._attends)
+        self._plain = PlainSteps(self.decoder, self._states, self._attends, shape)
         if not all(native.as_packed(matrix).kind in _FLOATS for matrix in weights.matrices()):
             self.activation_dtype = torch.int8
 
@@ -156,7 +154,7 @@ class NativeRunner(PackedRunner):
         self, by_kernels: bool, chunks: Sequence[SequenceChunk], cache: KVCache, hook: HiddenStateHook | None,
         start: Start | None, argmax: bool,
     ) -> _Found:
-        work = self._work(chunks) if by_kernels else None
+        work = self._work(chunks, hook is not None) if by_kernels else None
         if work is None or not any(map(any, work.counts)):  # where nothing attends, there may be no KV to bind
             return super().forward(chunks, cache, hook, start=start)
         return self._run_native(work, chunks, cache, hook, start, argmax)
@@ -187,6 +185,7 @@ class NativeRunner(PackedRunner):
         """One call into the library."""
         if cache not in self._bindings:
             self.check_cache(cache)
+        self.check_sources(chunks, start)
         starts = self._make_room(chunks, work, cache)
         batch = self._batch(chunks, work, cache, starts)
         if max(batch.positions) >= self.decoder.reach:
@@ -215,7 +214,7 @@ class NativeRunner(PackedRunner):
                 query_hook.ran([layer for layer, count in zip(work.layers, counts, strict=True) if count])
         if begun is not None:
             begun.hold()
-        mark_shallow(chunks, cache)
+        mark_shallow(chunks, cache, self.shape.keeping if self.sources else None)
         if hook is not None and taps is not None:
             sizes = [len(chunk.tokens) for chunk in chunks]
             nodes = taps.transpose(0, 1)  # [tokens, layers, D], so that all layers are filled up in one call
@@ -255,26 +254,32 @@ class NativeRunner(PackedRunner):
         return lambda hidden: self._through_head(hidden, part)
 
     def _through_head(self, hidden: Tensor, head: native.PackedWeight) -> Tensor:
-        normed = rms_norm(hidden.float(), (self.shape.hidden,), self.weights.final_norm, self.shape.eps)
+        normed = self.unrounded(hidden.float())
         logits = torch.cat([native.matmul(part, head) for part in normed.split(LIMIT)])
         return scaled_logits(logits, self.shape)
 
-    def _work(self, chunks: Sequence[SequenceChunk]) -> _Work:
+    def _work(self, chunks: Sequence[SequenceChunk], hooked: bool = False) -> _Work:
         layers = chunks[0].plan.layers(chunks[0].steps[0])
+        if self.sources:  # tokens may pass the last layers by, which hooks see all the same
+            return self._gated_work(chunks, self.num_layers if hooked else self.shape.late)
         if all(_runs(chunk, layers) for chunk in chunks):
             return _Work(layers, [[len(chunk.tokens)] * len(layers) for chunk in chunks], None)
-        return self._gated_work(chunks)
+        return self._gated_work(chunks, self.num_layers)
 
-    def _gated_work(self, chunks: Sequence[SequenceChunk]) -> _Work:
-        """The general case: tokens run different sublayers."""
+    def _gated_work(self, chunks: Sequence[SequenceChunk], late: int) -> _Work:
+        """The general case: tokens run different sublayers, from layer `late` on only those whose logits are wanted."""
         layers, counts, active = [], [], []
         for layer in range(self.num_layers):
             attention = [chunk.running(chunk.plan.attention[layer]) for chunk in chunks]
             mlp = [chunk.running(chunk.plan.mlp[layer]) for chunk in chunks]
-            if any(attention) or any(mlp):
+            keeps = self.shape.source(layer) is None
+            flags = _flags(chunks, attention, mlp)
+            if layer >= late:
+                flags = _late_flags(chunks, flags, keeps)
+            if any(flags):
                 layers.append(layer)
-                counts.append(attention)
-                active.append(_flags(chunks, attention, mlp))
+                counts.append(attention if keeps else [0] * len(chunks))
+                active.append(flags)
         return _Work(layers, list(zip(*counts, strict=True)), active)
 
     def _make_room(self, chunks: Sequence[SequenceChunk], work: _Work, cache: KVCache) -> list[list[int]] | None:
@@ -295,7 +300,7 @@ class NativeRunner(PackedRunner):
                    if counts[entry]]
             seqs, sizes = zip(*new, strict=True)
             stores[entry].prepare(self._like, self.kv_sizes[work.layers[entry]], seqs, sizes)
-        starts = list(map(_STARTS, stores))
+        starts = list(map(_STARTS, stores if not self.sources else read_stores(self.shape, work.layers, cache)))
         if not any(map(any, starts)):
             return None
         return [[line[chunk.seq] for chunk in chunks for _ in chunk.tokens] for line in starts]
@@ -388,6 +393,14 @@ def _flags(chunks: Sequence[SequenceChunk], attention: Sequence[int], mlp: Seque
     """Per token, which sublayers of one layer it runs."""
     return [native.ATTENTION * (node < a) | native.MLP * (node < m)
             for chunk, a, m in zip(chunks, attention, mlp, strict=True) for node in range(len(chunk.tokens))]
+
+
+def _late_flags(chunks: Sequence[SequenceChunk], flags: Sequence[int], stores: bool) -> list[int]:
+    """The same where tokens whose logits nobody wants run nothing, or compute keys and values that a layer stores."""
+    wanted = [chunk.with_ids - chunk.wanted <= node < chunk.with_ids
+              for chunk in chunks for node in range(len(chunk.tokens))]
+    return [flag if own else native.STORE * (stores and bool(flag & native.ATTENTION))
+            for flag, own in zip(flags, wanted, strict=True)]
 
 
 def _experts(chunks: Sequence[SequenceChunk], layers: Sequence[int]) -> tuple[ExpertMLPs, list[list[int]]] | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from ctypes import Array, c_void_p
 
@@ -20,6 +21,7 @@ from shoal.model.packed import native
 from shoal.model.packed.native.library import BatchStruct, StepsStruct
 from shoal.model.packed.native.spans import put_spans
 from shoal.model.packed.native_states import NativeStates
+from shoal.model.packed.shape import Shape
 from shoal.model.runner import SequenceChunk
 
 
@@ -30,12 +32,14 @@ class PlainSteps:
         decoder: the model in the library.
         states: of its recurrences; None if it has none.
         attends: of each layer, whether it has attention.
+        shape: of the model.
     """
 
     def __init__(
-        self, decoder: native.NativeModel, states: NativeStates | None, attends: Sequence[bool]
+        self, decoder: native.NativeModel, states: NativeStates | None, attends: Sequence[bool], shape: Shape
     ) -> None:
-        self._decoder, self._states, self._attends = decoder, states, attends
+        self._decoder, self._states, self._attends, self._shape = decoder, states, attends, shape
+        self._keeping = shape.keeping
         self._seqs: list[int] = []
         self._layers: tuple[int, ...] = ()
         self._kv: native.KVBinding | None = None
@@ -63,10 +67,17 @@ class PlainSteps:
         stores = [cache.layers[layer] for layer in layers]
         if not stores or max(positions) >= self._decoder.reach:
             return None
-        storing, others = stores, list[KVLayer]()
+        storing, others, kept, read = stores, list[KVLayer](), stores, stores
+        if self._shape.sources:
+            for chunk in chunks:
+                chunk.plan.check_sources(self._shape.sources)
+            kept = [store for layer, store in zip(layers, stores, strict=True) if self._shape.source(layer) is None]
+            read = read_stores(self._shape, layers, cache)
         if self._states is not None:
-            storing = [store for layer, store in zip(layers, stores, strict=True) if self._attends[layer]]
-            others = [store for layer, store in zip(layers, stores, strict=True) if not self._attends[layer]]
+            pairs = [(layer, store) for layer, store in zip(layers, stores, strict=True)
+                     if self._shape.source(layer) is None]
+            storing = [store for layer, store in pairs if self._attends[layer]]
+            others = [store for layer, store in pairs if not self._attends[layer]]
         room = _room(storing, seqs, positions)
         if not room or not _read(others, seqs, positions):
             return None
@@ -75,7 +86,7 @@ class PlainSteps:
             self._struct = self._written(len(seqs), seqs, layers, kv)
             self._seqs, self._layers, self._kv = seqs, layers, kv
         assert self._struct is not None
-        self._fill(self._struct, [chunk.tokens[0] for chunk in chunks], positions, stores)
+        self._fill(self._struct, [chunk.tokens[0] for chunk in chunks], positions, read)
         begun = None if self._states is None else self._states.begin_step(self._table, layers, stores, seqs)
         found: Tensor | list[list[int]]
         if most:
@@ -84,12 +95,12 @@ class PlainSteps:
             done = len(found)
         else:
             found, done = self._decoder.run(self._struct), 1
-        for store in stores:
+        for store in kept:
             for seq in seqs:
                 store.scratch[seq] = done
         if begun is not None:
             begun.hold()
-        if len(layers) < self._decoder.num_layers:
+        if bisect_left(layers, self._keeping) < self._keeping:
             for seq, position in zip(seqs, positions, strict=True):
                 cache.mark_shallow(seq, position)
         return found
@@ -133,6 +144,12 @@ class PlainSteps:
         struct.start = self._starts if any(starts) else None
         if struct.start is not None:
             numbers[-len(starts) :] = array("i", starts)
+
+
+def read_stores(shape: Shape, layers: Sequence[int], cache: KVCache) -> list[KVLayer]:
+    """For some layers, the storage of those whose keys and values they read: others, or themselves."""
+    sources = map(shape.source, layers)
+    return [cache.layers[layer if source is None else source] for layer, source in zip(layers, sources, strict=True)]
 
 
 def _room(stores: Sequence[KVLayer], seqs: Sequence[int], positions: Sequence[int]) -> int:

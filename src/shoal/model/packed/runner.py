@@ -100,7 +100,7 @@ class PackedRunner(ModelRunner):
                 mark_shallow(chunks, cache)
                 return logits
         self.check_cache(cache)
-        self._check_sources(chunks, start)
+        self.check_sources(chunks, start)
         run = _Pass(self, chunks, cache, start, self.num_layers if hook is not None else self.shape.late)
         run_layers(self.num_layers, chunks, cache, run.run, run.padded, hook, start,
                    self.shape.keeping if self.sources else None)
@@ -111,7 +111,7 @@ class PackedRunner(ModelRunner):
     def prompt_layers(self) -> float:
         return (self.shape.late + self.shape.keeping) / 2
 
-    def _check_sources(self, chunks: Sequence[SequenceChunk], start: Start | None) -> None:
+    def check_sources(self, chunks: Sequence[SequenceChunk], start: Start | None) -> None:
         """Refuse plans and starts without the layers whose keys, values or memory others read."""
         if not self.sources:
             return
@@ -132,10 +132,14 @@ class PackedRunner(ModelRunner):
     @override
     @torch.no_grad()
     def normed(self, hidden: Tensor) -> Tensor:
+        return self.unrounded(hidden).to(self.dtype)
+
+    def unrounded(self, hidden: Tensor) -> Tensor:
+        """As `normed`, in the dtype of `hidden`."""
         sizes, weight, bias = (self.shape.hidden,), self.weights.final_norm, self.weights.final_norm_bias
         if bias is not None:
-            return layer_norm(hidden, sizes, weight, bias, self.shape.eps).to(self.dtype)
-        return rms_norm(hidden, sizes, weight, self.shape.eps).to(self.dtype)
+            return layer_norm(hidden, sizes, weight, bias, self.shape.eps)
+        return rms_norm(hidden, sizes, weight, self.shape.eps)
 
     @override
     @torch.no_grad()

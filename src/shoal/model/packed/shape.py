@@ -138,29 +138,34 @@ class Shape:
         kind = self.kind(layer)
         if not kind.attends or self.source(layer) is not None:
             return 0, 0, 0
-        if "differential_attention" in kind.mixers:  # heads in pairs
-            return self.kv_heads // 2, 2 * self.head_dim, 2 * self.head_dim
-        return self.kv_heads, self.head_dim, self.value_dim
+        heads, size = self.keys
+        return heads, size, self.value_dim
 
     @property
     def value_dim(self) -> int:
         """Dimensions of a stored value; 0 if values lie in the keys."""
-        return 0 if self.latent is not None else self.head_dim
+        return 0 if self.latent is not None else self.keys[1]
 
     def kind(self, layer: int) -> LayerKind:
         """What a layer is made of."""
         return self.kinds[layer] if self.kinds else _PLAIN
 
     @property
-    def in_torch(self) -> bool:
-        """Whether it has parts without kernels: LayerNorms, and layers that read others (SambaY)."""
-        return self.layer_norms or bool(self.sources)
+    def differential(self) -> bool:
+        """Whether attention is differential; then all of it is."""
+        return any("differential_attention" in kind.mixers for kind in self.kinds)
+
+    @property
+    def keys(self) -> tuple[int, int]:
+        """Heads of keys and values as they are stored, in differential attention of pairs, and their dimensions."""
+        together = 1 + self.differential
+        return self.kv_heads // together, self.head_dim * together
 
     @property
     def plain(self) -> bool:
         """Whether every layer is attention and a gated MLP as Llama has them, as the kernels for GPUs need it."""
         whole = all(kind.mixers == _PLAIN.mixers and kind.gated_mlp and not kind.experts for kind in self.kinds)
-        whole = whole and not self.in_torch and self.kept is None and self.latent is None
+        whole = whole and not self.layer_norms and not self.sources and self.kept is None and self.latent is None
         return whole and not self.gated_attention and self.gate_scale == 1.0 and self.out_scales == (1.0, 1.0, 1.0)
 
     @property
@@ -264,8 +269,6 @@ def _special(text: Any, shape: Shape) -> dict[str, Any]:
                 "rotary": shape.rotary if text.position_embedding_type == "rope" else (None,) * shape.num_layers}
     if kind == "nemotron_h":
         return {"activation": _nemotron_activation(text)}
-    if kind == "jamba" and (mixed := [layer for layer, count in enumerate(text.layers_num_experts) if count > 1]):
-        raise _misfit(text, f"its layers {', '.join(map(str, mixed))} have mixtures of experts")
     if kind != "falcon_h1":
         return {}
     into, (gate, down) = text.attention_in_multiplier, text.mlp_multipliers
@@ -278,9 +281,6 @@ def _special(text: Any, shape: Shape) -> dict[str, Any]:
 
 def _nemotron_activation(text: Any) -> str:
     """That of its MLPs."""
-    if "moe" in text.layer_types:
-        mixed = [layer for layer, kind in enumerate(text.layer_types) if kind == "moe"]
-        raise _misfit(text, f"its layers {', '.join(map(str, mixed))} have mixtures of experts")
     if (text.mlp_hidden_act, text.mamba_hidden_act) != ("relu2", "silu"):
         raise _misfit(text, f"its activations are {text.mlp_hidden_act!r} and {text.mamba_hidden_act!r}, and must be "
                             "'relu2' in MLPs and 'silu' in recurrences")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -100,7 +101,7 @@ def _block(text: Any, shape: Shape, layer: int) -> Iterator[Forms]:
     kind, names, model = shape.kind(layer), shape.names, text.model_type
     attention, mlp = names.attention, _mlp_of(shape, layer)
     if kind.experts and shape.experts is not None:
-        yield from _experts(shape.experts, kind.gated_mlp)
+        yield from _experts(shape.experts, kind.has_mlp)
     if "differential_attention" in kind.mixers:
         yield from (_one(attention + name) for name in _differential_names(names))
     elif "latent_attention" in kind.mixers and shape.latent is not None:
@@ -138,14 +139,18 @@ def _mlp_of(shape: Shape, layer: int) -> str:
 
 def _experts(experts: ExpertShape, beside: bool) -> Iterator[Forms]:
     names, each = experts.names, range(experts.routing.count)
-    gate, up, down = ([name.format(expert) for expert in each] for name in names.apart)
+    *into, down = ([name.format(expert) for expert in each] for name in names.apart)
     yield tuple((router,) for router in names.router)
-    yield (*(((joined,)) for joined, _ in names.joined), tuple(gate + up))
+    yield (*(((joined,)) for joined, _ in names.joined), tuple(chain.from_iterable(into)))
     yield (*(((joined,)) for _, joined in names.joined), tuple(down))
+    if experts.latent:
+        yield from map(_one, names.latent)
     if experts.biased:
         yield tuple((bias,) for bias in names.bias)
     if beside and names.shared_gate is not None:
         yield _one(names.shared_gate)
+
+
 def _norm_tensors(name: str, shape: Shape) -> Iterator[Forms]:
     yield from (_one(f"{name}.{part}") for part in (("weight", "bias") if shape.layer_norms else ("weight",)))
 
@@ -252,7 +257,7 @@ class Layer:
         if self.latent is not None:
             held += [*self.latent.keys, *self.latent.values, *filter(None, [self.latent.widen])]
         if self.experts is not None:
-            held += [self.experts.router, *self.experts.gate_up, *self.experts.down]
+            held += [self.experts.router, *self.experts.gate_up, *self.experts.down, *(self.experts.latent or ())]
         return tuple(part for matrix in held if matrix.rows for part in parts_of(matrix))
 
 
@@ -330,7 +335,7 @@ class Packer:
         if kind.has_mlp:
             self._mlp(layer, name + _mlp_of(self._shape, index), self._shape.ffns[index], kind.gated_mlp)
         if kind.experts and self._shape.experts is not None:
-            layer.experts = self._experts(name, self._shape.experts, kind.gated_mlp)
+            layer.experts = self._experts(name, self._shape.experts, kind.has_mlp)
         layer.attention_norm = self._norm(name, kind.norms.attention)
         layer.mlp_norm = self._norm(name, kind.norms.mlp)
         layer.attention_norm_bias = self._norm_bias(name, kind.norms.attention)
@@ -411,13 +416,18 @@ class Packer:
         bias = None
         if shape.biased:
             bias = self.vector(self._held(layer, names.bias), *names.bias_rows, routing.count).flatten()
-        gate, up, down = (layer + name for name in names.apart)
+        *into, down = (layer + name for name in names.apart)
         joined = [[layer + pair[side] for pair in names.joined] for side in range(2)]
+        size, latent = shape.latent or hidden, None
+        role: Role = "matrix" if shape.plain else "pair"
+        if shape.latent:
+            first, last = (layer + name for name in names.latent)
+            latent = self.pack({first: size}, hidden, "matrix"), self.pack({last: hidden}, size, "matrix")
         return Mixture(
             routing, self._packed_by(router, "router"),
-            self._each(joined[0], {gate: shape.width, up: shape.width}, hidden, routing.count, "pair"),
-            self._each(joined[1], {down: hidden}, shape.width, routing.count, "matrix"),
-            ACTIVATIONS[self._shape.activation], bias, gated,
+            self._each(joined[0], dict.fromkeys(into, shape.width), size, routing.count, role),
+            self._each(joined[1], {down: size}, shape.width, routing.count, "matrix"),
+            ACTIVATIONS[self._shape.activation], bias, gated, shape.plain, latent,
         )
 
     def _each(

@@ -8,6 +8,7 @@ many tokens a forward has, so verifying a draft gives what decoding one by one g
 from shoal.model.packed.native.batch import (
     ATTENTION,
     MLP,
+    STORE,
     KVBinding,
     NativeBatch,
     OwnSlots,
@@ -46,6 +47,7 @@ from shoal.model.packed.native.weights import (
 __all__ = [
     "ATTENTION", "Arena", "ChainWish", "KVBinding", "Kind", "LANES", "MAX_EXPERTS", "MAX_HEAD_DIM", "MAX_NODES",
     "MAX_TOKENS", "MLP", "Memory", "NativeBatch", "NativeChain", "NativeModel", "OWN", "OwnSlots", "PackedWeight",
-    "Path", "SlotChoice", "SlotLabels", "as_packed", "available", "chain_ancestors", "kind_of_type", "layout_version",
+    "Path", "STORE", "SlotChoice", "SlotLabels", "as_packed", "available", "chain_ancestors", "kind_of_type",
+    "layout_version",
     "matmul", "pack", "pack_blocks", "packed_bytes", "share_inputs", "vector_set", "why_not",
 ]

@@ -217,17 +217,52 @@ INLINE void weave_tile(const Acts *a, int words, int tokens, const int width, in
     }
 }
 
-/* RMS-normalise x [cols] by `norm`, unless that is NULL, and store it as token `token` of `tokens`. Tokens come in order; the
-   last one of a tile interleaves it. */
-static void prepare(const Acts *a, const ShoalWeight *w, const float *x, const float *norm, float eps, int token, int tokens) {
-    const int words = w->depth / values_per_word(w->kind);
-    Vf scale = vf_all(norm ? inverse_rms(x, w->cols, eps) : 1.0f);
-    for (int k = 0; k < w->depth; k += LANES) {
-        Mask mask = k < w->cols ? head_mask(w->cols - k) : 0;
+/* An RMSNorm; with a bias it is a LayerNorm. Without a weight there is none. */
+typedef struct {
+    const float *weight, *bias;
+} Norm;
+
+/* x [cols] normalised, up to `depth`. */
+INLINE void norm_line(const float *x, int cols, int depth, Norm norm, float eps, float *to) {
+    Vf scale = vf_all(norm.weight ? inverse_rms(x, cols, eps) : 1.0f);
+    for (int k = 0; k < depth; k += LANES) {
+        Mask mask = k < cols ? head_mask(cols - k) : 0;
         Vf v = vf_load_some(mask, x + k);
-        if (norm) v = vf_mul(vf_mul(v, scale), vf_load_some(mask, norm + k));
-        vf_store(a->line + k, v);
+        if (norm.weight) v = vf_mul(vf_mul(v, scale), vf_load_some(mask, norm.weight + k));
+        vf_store(to + k, v);
     }
+}
+
+/* RMSNorm of numbers in their place. */
+static void norm_in_place(float *x, int count, const float *norm, float eps) {
+    const Vf scale = vf_all(inverse_rms(x, count, eps));
+    for (int k = 0; k < count; k += LANES) {
+        const Mask mask = head_mask(count - k);
+        vf_store_some(x + k, mask, vf_mul(vf_mul(vf_load_some(mask, x + k), scale), vf_load_some(mask, norm + k)));
+    }
+}
+
+static void layer_norm_line(const float *x, int cols, int depth, Norm norm, float eps, float *to) {
+    Vf total = vf_zero();
+    for (int k = 0; k < cols; k += LANES) total = vf_add(total, vf_load_some(head_mask(cols - k), x + k));
+    const Vf mean = vf_all(vf_sum(total) / cols);
+    for (int k = 0; k < depth; k += LANES) {
+        const Mask mask = k < cols ? head_mask(cols - k) : 0;
+        vf_store(to + k, vf_zero());
+        vf_store_some(to + k, mask, vf_sub(vf_load_some(mask, x + k), mean));
+    }
+    const Vf scale = vf_all(inverse_rms(to, cols, eps));
+    for (int k = 0; k < cols; k += LANES) {
+        const Mask mask = head_mask(cols - k);
+        vf_store(to + k, vf_fma(vf_mul(vf_load(to + k), scale), vf_load_some(mask, norm.weight + k), vf_load_some(mask, norm.bias + k)));
+    }
+}
+
+/* Normalise x [cols], and store it as token `token` of `tokens`. Tokens come in order; the last one of a tile interleaves it. */
+static void prepare(const Acts *a, const ShoalWeight *w, const float *x, Norm norm, float eps, int token, int tokens) {
+    const int words = w->depth / values_per_word(w->kind);
+    if (norm.bias) layer_norm_line(x, w->cols, w->depth, norm, eps, a->line);
+    else norm_line(x, w->cols, w->depth, norm, eps, a->line);
     const int form = form_of(w->kind);
     if (in_squares(form, tokens)) {
         convert_line(a, form, w->depth, token, (int64_t)token / 16 * 16 * a->groups + token % 16, 16, a->plain);

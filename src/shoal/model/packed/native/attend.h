@@ -4,6 +4,8 @@
 
 #include "label.h"
 
+#define PAIR_EPS 1e-5f /* of the norm of a differential pair */
+
 /* The multiplied form; a model that computes in float32 multiplies floats. */
 INLINE int products_of(const ShoalModel *m, const Source *s) {
     if (m->kv_dtype != DTYPE_BF16) return BY_FLOATS;
@@ -34,7 +36,7 @@ static void ready_queries(const Worker *w, const Task *task, int by, int i) {
     float line[MAX_HEAD_DIM] ALIGNED;
     for (int h = 0; h < group; h++) {
         const float *queries = r->qkv + i * r->qkv_line;
-        ready_head(m, task->layer, queries, task->head * group + h, m->heads, task->layer->q_norm, position, line);
+        ready_query(m, task->layer, queries, task->head * group + h, position, line);
         char *to = w->queries + ((i - task->segment->first) * group + h) * bytes;
         if (by == BY_HALVES) store_halves(to, line, m->head_dim);
         else store_line(to, line, (int)round_up(m->head_dim, 32), by == BY_BF16 ? DTYPE_BF16 : DTYPE_FP32);
@@ -243,7 +245,8 @@ static void ask_for_slots(const Worker *w, int entry, const Chosen *c) {
 /* The tasks of a layer that this thread takes. */
 static void for_tasks(Worker *w, int entry, const Chosen *c, const Segment *segments, int count, void (*run)(Worker *, const Task *)) {
     const Run *r = w->run;
-    const int number = r->b->layers[entry], kv_heads = r->m->kv_heads;
+    const ShoalLayer *layer = r->m->layers + r->b->layers[entry];
+    const int number = layer->reads ? layer->reads - 1 : r->b->layers[entry], kv_heads = r->m->kv_heads;
     int total = 0;
     for (int i = 0; i < count; i++) total += segments[i].splits * kv_heads;
     for (int first, taken; (first = take(&w->run->team, w->id, QUEUE_TASKS, total, 1, &taken)) >= 0;) {
@@ -251,7 +254,7 @@ static void for_tasks(Worker *w, int entry, const Chosen *c, const Segment *segm
         int before = 0; /* tasks of earlier segments */
         for (int k = first; k < first + taken; k++) {
             while (k - before >= s->splits * kv_heads) before += s++->splits * kv_heads;
-            Task one = {.segment = s, .layer = r->m->layers + number, .chosen = c, .entry = entry, .number = number};
+            Task one = {.segment = s, .layer = layer, .chosen = c, .entry = entry, .number = number};
             one.head = (k - before) / s->splits, one.split = (k - before) % s->splits;
             one.low = max_int(0, (s->first_split + one.split) * SPLIT - s->start);
             one.high = min_int(s->slots, (s->first_split + one.split + 1) * SPLIT - s->start);
@@ -281,22 +284,37 @@ INLINE void gate_by_sigmoid(const float *gate, int dim, float *out) {
     }
 }
 
+static void merge_head(const Run *r, int entry, const Chosen *c, const Segment *s, int i, int head, float *out) {
+    const int dim = r->m->head_dim, parts = listed_parts(r, entry, c->token[i]), splits = parts ? parts : s->splits;
+    float peak = -INFINITY, total = 0;
+    for (int split = 0; split < splits; split++) peak = fmaxf(peak, state_at(r, s, split, i, head)->peak);
+    memset(out, 0, sizeof(float) * dim);
+    for (int split = 0; split < splits; split++) {
+        const State *state = state_at(r, s, split, i, head);
+        const float weight = state->peak == peak ? 1.0f : expf(state->peak - peak);
+        total += weight * vf_sum(vf_load(state->totals));
+        for (int j = 0; j < dim; j++) out[j] += weight * state->sum[j];
+    }
+    for (int j = 0; j < dim; j++) out[j] /= total;
+}
+
+/* What a differential pair gives: the norm of the first output less a share of the second. */
+static void subtract_pair(const ShoalLayer *layer, float *first, const float *second, int dim) {
+    for (int j = 0; j < dim; j++) first[j] -= layer->pair_share * second[j];
+    norm_in_place(first, dim, layer->pair_norm, PAIR_EPS);
+}
+
 static void merge_splits(const Worker *w, int entry, const Chosen *c, const Segment *s) {
     const Run *r = w->run;
-    const int dim = r->m->head_dim, heads = r->m->heads;
+    const int dim = r->m->head_dim, together = 1 + r->m->differential, heads = r->m->heads / together;
     for (int k = s->first * heads + w->id; k < s->last * heads; k += w->threads) {
-        const int i = k / heads, head = k % heads, parts = listed_parts(r, entry, c->token[i]), splits = parts ? parts : s->splits;
-        float *out = r->attended + (int64_t)k * dim, peak = -INFINITY, total = 0;
-        for (int split = 0; split < splits; split++) peak = fmaxf(peak, state_at(r, s, split, i, head)->peak);
-        memset(out, 0, sizeof(float) * dim);
-        for (int split = 0; split < splits; split++) {
-            const State *state = state_at(r, s, split, i, head);
-            const float weight = state->peak == peak ? 1.0f : expf(state->peak - peak);
-            total += weight * vf_sum(vf_load(state->totals));
-            for (int j = 0; j < dim; j++) out[j] += weight * state->sum[j];
-        }
-        for (int j = 0; j < dim; j++) out[j] /= total;
+        const int i = k / heads, head = k % heads * together;
+        float *out = r->attended + (int64_t)k * dim, second[MAX_HEAD_DIM];
+        merge_head(r, entry, c, s, i, head, out);
         if (r->m->gated_attention) gate_by_sigmoid(r->qkv + i * r->qkv_line + (heads + head) * dim, dim, out);
+        if (!r->m->differential) continue;
+        merge_head(r, entry, c, s, i, head + 1, second);
+        subtract_pair(r->m->layers + r->b->layers[entry], out, second, dim);
     }
 }
 

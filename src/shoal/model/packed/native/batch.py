@@ -31,7 +31,7 @@ _STORED = {torch.int8: 2, torch.uint8: 3}
 
 _OWN = "what a row has of its own"
 _TABLES: WeakKeyDictionary[LentSlots, ctypes.Array[Piece]] = WeakKeyDictionary()
-ATTENTION, MLP = 1, 2
+ATTENTION, MLP, STORE = 1, 2, 4
 """Bits of `NativeBatch.active`."""
 
 
@@ -50,7 +50,7 @@ class NativeBatch:
         wanted: indices of the tokens whose logits are wanted.
         layers: the layers that run, ascending; None for all.
         active: per running layer and token one byte, `ATTENTION | MLP` or less. A token skips the other sublayers and
-            stores nothing there. None if all tokens run both.
+            stores nothing there, but for `STORE` in the place of `ATTENTION`. None if all tokens run both.
         starts: per running layer and token, the positions of its sequence that are no longer stored; None for none.
     """
 

@@ -28,7 +28,7 @@ static void prepare_state(const Worker *w, const ShoalChain *c, const float *x, 
         const Mask mask = head_mask(m->hidden - k);
         vf_store(w->line + k, vf_mul(vf_mul(vf_load_some(mask, x + k), scale), vf_load_some(mask, norm + k)));
     }
-    prepare(&w->acts, &c->of_state, w->line, c->ones, m->eps, token, tokens);
+    prepare(&w->acts, &c->of_state, w->line, (Norm){c->ones, NULL}, m->eps, token, tokens);
 }
 
 /* This thread's columns of a token's vector: its own share plus the product with the state before it. */

@@ -37,6 +37,13 @@ static int check_pieces(const ShoalOwn *own, int stored, int number, char *messa
     return 0;
 }
 
+/* Whether a layer is among those before number `entry` of the batch. */
+static int runs_before(const ShoalBatch *b, int entry, int number) {
+    for (int i = 0; i < entry; i++)
+        if (b->layers[i] == number) return 1;
+    return 0;
+}
+
 static int check_entry(const ShoalModel *m, const ShoalBatch *b, int entry, char *message, int size) {
     const int number = b->layers[entry];
     if (!WITHIN(number, 0, m->num_layers - 1)) REFUSE("layers[%d] is %d; it must be in [0, %d]", entry, number, m->num_layers - 1);
@@ -47,13 +54,15 @@ static int check_entry(const ShoalModel *m, const ShoalBatch *b, int entry, char
         if (runs && !b->states[((int64_t)entry * b->span_count + i) * 2 + 1])
             REFUSE("layer %d has no place for the state after span %d", number, i);
     }
+    const int held = layer->reads ? layer->reads - 1 : number; /* the layer with the keys and values */
+    if (layer->reads && !runs_before(b, entry, held)) REFUSE("layer %d reads layer %d, which does not run before it", number, held);
     int missing = -1; /* the row whose nodes stopped running this layer's attention */
     for (int t = 0; t < b->tokens; t++) {
         const uint32_t groups = b->groups ? b->groups[(int64_t)entry * b->tokens + t] : 0;
         if ((uint64_t)groups >> b->expert_count)
             REFUSE("groups of layer %d, token %d are %#x; there are %d", number, t, groups, b->expert_count);
-        if (b->active && !(b->active[(int64_t)entry * b->tokens + t] & RUN_ATTENTION)) {
-            missing = b->row[t];
+        if (b->active && !(b->active[(int64_t)entry * b->tokens + t] & (RUN_ATTENTION | RUN_STORE))) {
+            if (!layer->reads) missing = b->row[t];
             continue;
         }
         if (missing == b->row[t]) REFUSE("token %d runs layer %d, but an earlier node of its row does not: the plan is not nested", t, number);
@@ -61,9 +70,9 @@ static int check_entry(const ShoalModel *m, const ShoalBatch *b, int entry, char
         if (!WITHIN(start, 0, b->base[t])) REFUSE("start of layer %d, token %d is %d; it must be in [0, %d]", number, t, start, b->base[t]);
         if (t && b->row[t] == b->row[t - 1] && b->start && start != b->start[(int64_t)entry * b->tokens + t - 1])
             REFUSE("start of layer %d differs between the tokens of row %d", number, b->row[t]);
-        const ShoalOwn *own = b->own ? b->own + (int64_t)number * b->rows + b->row[t] : NULL;
-        const int slot = b->base[t] - start + b->node[t], capacity = own && own->keys ? own->capacity : b->capacity[number];
-        if (layer->o.rows && slot >= capacity) REFUSE("layer %d has room for %d slots; token %d needs slot %d", number, capacity, t, slot);
+        const ShoalOwn *own = b->own ? b->own + (int64_t)held * b->rows + b->row[t] : NULL;
+        const int slot = b->base[t] - start + b->node[t], capacity = own && own->keys ? own->capacity : b->capacity[held];
+        if (layer->o.rows && !layer->memory_unit && slot >= capacity) REFUSE("layer %d has room for %d slots; token %d needs slot %d", number, capacity, t, slot);
         if (own && own->bias && slot >= own->bias_capacity)
             REFUSE("layer %d has biases of %d slots; token %d needs slot %d", number, own->bias_capacity, t, slot);
         if (own && !WITHIN(own->settled, 0, b->base[t] - start))

@@ -24,14 +24,17 @@ INLINE float first_lane(Vf x) {
 }
 
 /* Where the convolution's channels begin among a token's inputs. */
-INLINE int first_channel(const ShoalRecurrence *r) { return r->kind == RECUR_MAMBA2 ? r->heads * r->value_dim : 0; }
+INLINE int first_channel(const ShoalRecurrence *r) {
+    return r->kind == RECUR_MAMBA2 ? r->heads * r->value_dim : r->kind == RECUR_UNIT ? r->channels : 0;
+}
 
 /* The part of a state that comes before its matrix. */
 INLINE int64_t window_floats(const ShoalRecurrence *r) { return (int64_t)(r->width - 1) * r->channels; }
 
 /* Channels first..last-1 of a run of tokens, and the window after them; the one before is NULL where the text begins. Channels do
-   not mix, so neither the number of tokens nor the range changes a bit. `from` has the channels of the first token, `step` and `to_step` count floats from token to token. A short
-   convolution alone reads B, C and x instead: it takes B x and gives C times the sum; the others give SiLU of it. */
+   not mix, so neither the number of tokens nor the range changes a bit. `from` has the channels of the first token, `step` and `to_step`
+   count floats from token to token. A short convolution alone reads B, C and x instead: it takes B x and gives C times the sum; that of
+   a unit gives the sum, the others give SiLU of it. */
 static void convolve(const ShoalRecurrence *r, const float *from, int64_t step, int tokens, const float *before, float *after,
                      float *to, int64_t to_step, int first, int last) {
     const int taps = r->width, channels = r->channels, alone = r->kind == RECUR_SHORT_CONV;
@@ -48,7 +51,8 @@ static void convolve(const ShoalRecurrence *r, const float *from, int64_t step, 
             if (alone) past[taps - 1] = vf_mul(past[taps - 1], vf_load_some(mask, x + 2 * channels));
             Vf sum = bias;
             for (int i = 0; i < taps; i++) sum = vf_fma(past[i], weight[i], sum);
-            vf_store_some(to + t * to_step + j, mask, alone ? vf_mul(sum, vf_load_some(mask, x + channels)) : silu_ps(sum));
+            const Vf given = alone ? vf_mul(sum, vf_load_some(mask, x + channels)) : r->kind == RECUR_UNIT ? sum : silu_ps(sum);
+            vf_store_some(to + t * to_step + j, mask, given);
             for (int i = 0; i + 1 < taps; i++) past[i] = past[i + 1];
         }
         for (int i = 0; i + 1 < taps; i++) vf_store_some(after + (int64_t)i * channels + j, mask, past[i]);

@@ -42,11 +42,17 @@ static int64_t lay_out_lots(Lots *l, const ShoalModel *m, const ShoalBatch *b, c
     return at - memory;
 }
 
-static void finish_scores(const Worker *w, const Chosen *c, const float *bias, int block, int count, void *to) {
-    const Run *r = w->run;
-    (void)bias, (void)to;
+/* Results of the chosen tokens: the first one's, and the floats from one token to the next. */
+typedef struct {
+    float *at;
+    int64_t line;
+} Results;
+
+static void finish_results(const Worker *w, const Chosen *c, const float *bias, int block, int count, void *to) {
+    const Results *r = to;
+    (void)bias;
     for (int i = 0; i < c->count; i++)
-        for (int b = 0; b < count; b++) vf_store(r->scores + i * r->scores_line + (block + b) * LANES, sum_at(w->sums, c->count, b, i));
+        for (int b = 0; b < count; b++) vf_store(r->at + i * r->line + (block + b) * LANES, sum_at(w->sums, c->count, b, i));
 }
 
 /* Scores of all experts from a token's logits, in whole vectors. */
@@ -159,22 +165,22 @@ INLINE int same_inputs(const Lot *a, const Lot *b) {
            && !memcmp(a->token, b->token, sizeof(int) * a->count);
 }
 
-/* Pairs of row blocks of gate and up. */
+/* Pairs of row blocks of gate and up, or row blocks of up alone. */
 INLINE int pairs_of(const Lot *lot) { return lot->gate_up->paired ? lot->gate_up->blocks / 2 : lot->gate_up->blocks; }
 
 static void gate_pairs(const Worker *w, const Lot *lot, const Chosen *c, int first, int last) {
     Neurons at = {.ffn = lot->down->cols, .first = lot->first, .line = round_up(lot->down->cols, LANES)};
-    if (!lot->gate_up->paired) multiply_sides(w, lot->gate_up, c, NULL, first, last, finish_gated, &at);
-    else for (int block = 2 * first, count; block < 2 * last; block += count) {
-        count = min_int(2 * last - block, PANEL - block % PANEL);
+    const int plain = !lot->gate_up->paired && !lot->gate_up[1].rows, unit = plain ? 1 : 2;
+    if (!lot->gate_up->paired && !plain) multiply_sides(w, lot->gate_up, c, NULL, first, last, finish_gated, &at);
+    else for (int block = unit * first, count; block < unit * last; block += count) {
+        count = min_int(unit * last - block, PANEL - block % PANEL);
         multiply(lot->gate_up, w->ready, c->count, block, count, w->sums);
-        finish_gated(w, c, NULL, block, count, &at);
+        (plain ? finish_plain : finish_gated)(w, c, NULL, block, count, &at);
     }
 }
 
-/* Gate and up of all lots. A thread prepares the activations of a lot when it comes to it. */
-static void gate_lots(Worker *w, const float *norm) {
-    const Run *r = w->run;
+/* Gate and up of all lots, which read lines of `x`. A thread prepares the activations of a lot when it comes to it. */
+static void gate_lots(Worker *w, const Lines *x) {
     const Lots *l = &w->lots;
     const Lot *ready = NULL;
     Chosen lines = {0};
@@ -187,7 +193,7 @@ static void gate_lots(Worker *w, const float *norm) {
             const int from = max_int(first - before, 0), to = min_int(first + taken - before, pairs_of(lot));
             if (from >= to) continue;
             if (!ready || !same_inputs(ready, lot))
-                prepare_all(w, lot->gate_up, lines_read(r, norm, lot->token, lot->count));
+                prepare_all(w, lot->gate_up, (Lines){.x = x->x, .norm = x->norm, .step = x->step, .tokens = lot->token, .count = lot->count});
             ready = lot, lines.count = lot->count;
             gate_pairs(w, lot, &lines, from, to);
         }
@@ -237,19 +243,30 @@ static void down_lots(Worker *w, Finish *finish) {
     meet(&w->run->team, w->id);
 }
 
+/* The lots of a layer, whose tokens are these, summed in the memory of the queries. */
+static void sum_lots(Worker *w, const Lines *x, const Chosen *some, int64_t line) {
+    Run *r = w->run;
+    const int blocks = (int)line / LANES;
+    const int64_t first = share(blocks, w->id, w->threads) * LANES, last = share(blocks, w->id + 1, w->threads) * LANES;
+    for (int i = 0; i < some->count; i++) memset(r->qkv + some->token[i] * r->qkv_line + first, 0, 4 * (last - first));
+    gate_lots(w, x);
+    prepare_lots(w, some->count);
+    down_lots(w, finish_added);
+}
+
 /* Run the lots of a layer, whose tokens are these. */
 static void run_lots(Worker *w, const ShoalLayer *layer, const Chosen *some) {
     Run *r = w->run;
-    const float *norm = layer->mlp_out_norm;
-    const int blocks = (int)r->x_line / LANES;
-    const int64_t first = share(blocks, w->id, w->threads) * LANES, last = share(blocks, w->id + 1, w->threads) * LANES;
-    for (int i = 0; norm && i < some->count; i++) memset(r->qkv + some->token[i] * r->qkv_line + first, 0, 4 * (last - first));
-    gate_lots(w, layer->post_norm);
+    const Lines x = lines_read(r, norm_after(layer), NULL, 0);
+    if (layer->mlp_out_norm) {
+        sum_lots(w, &x, some, r->x_line);
+        add_normed(w, some, layer->mlp_out_norm);
+        meet(&r->team, w->id);
+        return;
+    }
+    gate_lots(w, &x);
     prepare_lots(w, some->count);
-    down_lots(w, norm ? finish_added : finish_residual);
-    if (!norm) return;
-    add_normed(w, some, norm);
-    meet(&r->team, w->id);
+    down_lots(w, finish_residual);
 }
 
 /* Groups of the MLP, for the tokens that run some. Groups have no biases. */
@@ -269,16 +286,42 @@ static void run_groups(Worker *w, int entry) {
     run_lots(w, w->run->m->layers + b->layers[entry], &some);
 }
 
+/* The product of a matrix with the normed states of some tokens. */
+static void multiply_normed(Worker *w, const ShoalWeight *weight, Norm norm, const Chosen *c, float *at, int64_t line) {
+    const Run *r = w->run;
+    Results to = {at, line};
+    prepare_together(w, weight, lines_read(r, norm, c->token, c->count));
+    multiply_all(w, weight, c, NULL, finish_results, &to);
+    meet(&w->run->team, w->id);
+}
+
+/* Experts between two projections. The MLP beside them, which reads states, follows once they have been read. */
+static void run_narrowed(Worker *w, const ShoalLayer *layer, const Chosen *c, const Route *routes) {
+    Run *r = w->run;
+    const ShoalExperts *e = layer->experts;
+    multiply_normed(w, &e->narrow, norm_after(layer), c, r->latents, r->latents_line);
+    if (layer->down.rows) run_whole(w, layer, c);
+    Chosen lines = {.count = c->count}; /* the latents of these tokens are consecutive */
+    for (int i = 0; i < lines.count; i++) lines.token[i] = i;
+    w->lots.count = 0;
+    add_experts(w, e, &lines, routes);
+    sum_lots(w, &(Lines){.x = r->latents, .step = r->latents_line}, &lines, r->latents_line);
+    prepare_together(w, &e->widen, (Lines){.x = r->qkv, .step = r->qkv_line, .count = c->count});
+    multiply_into_states(w, &e->widen, c, NULL, NULL);
+}
+
 static void run_experts(Worker *w, int entry) {
     Run *r = w->run;
     const ShoalLayer *layer = r->m->layers + r->b->layers[entry];
     const ShoalExperts *e = layer->experts;
     const Chosen c = choose(r->b, entry, RUN_MLP);
     if (!c.count) return;
-    prepare_together(w, &e->router, lines_read(r, layer->post_norm, c.token, c.count));
-    multiply_all(w, &e->router, &c, NULL, finish_scores, NULL);
-    meet(&r->team, w->id);
+    multiply_normed(w, &e->router, norm_after(layer), &c, r->scores, r->scores_line);
     const Route *routes = route_tokens(w, e, c.count);
+    if (e->narrow.rows) {
+        run_narrowed(w, layer, &c, routes);
+        return;
+    }
     w->lots.count = 0;
     if (layer->down.rows) add_beside(w, layer, &c);
     add_experts(w, e, &c, routes);

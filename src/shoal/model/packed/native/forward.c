@@ -4,6 +4,7 @@
 
 #include "chain.h"
 #include "experts.h"
+#include "gated_memory.h"
 #include "latent.h"
 #include "likeliest.h"
 #include "lookup.h"
@@ -48,13 +49,13 @@ static void run_head(Worker *w) {
         run_likeliest(w, &c);
         return;
     }
-    prepare_together(w, &m->head, (Lines){.x = r->x, .norm = m->norm, .step = r->x_line, .tokens = c.token, .count = c.count});
+    prepare_together(w, &m->head, (Lines){.x = r->x, .norm = {m->norm, m->norm_bias}, .step = r->x_line, .tokens = c.token, .count = c.count});
     if (c.count) multiply_all(w, &m->head, &c, m->head_bias, finish_logits, r->logits);
 }
 
 static int deepest(const ShoalModel *m) {
     const int attended = m->opened ? max_int(m->opened, m->raw) : m->heads * m->head_dim;
-    return max_int(max_int(m->hidden, m->ffn), max_int(attended, m->outputs)) + GROUP_K;
+    return max_int(max_int(m->hidden, max_int(m->ffn, m->latent)), max_int(attended, m->outputs)) + GROUP_K;
 }
 
 static int64_t own_acts(const ShoalModel *m, const ShoalBatch *b) { return round_up(acts_bytes(b->tokens, deepest(m)), 64); }
@@ -97,7 +98,7 @@ static int64_t lay_out(Run *r, char *memory, int threads) {
     const ShoalModel *m = r->m;
     const int64_t tokens = r->b->tokens;
     r->x_line = round_up(m->hidden, LANES);
-    r->qkv_line = round_up(max_int(qkv_rows(m), m->hidden), LANES); /* see finish_aside */
+    r->qkv_line = round_up(max_int(qkv_rows(m), max_int(m->hidden, m->latent)), LANES); /* see finish_aside */
     r->hidden_line = round_up(m->ffn, LANES);
     r->private_bytes = round_up(private_bytes(m, r->b), 128);
     float *at = (float *)memory;
@@ -112,6 +113,8 @@ static int64_t lay_out(Run *r, char *memory, int threads) {
     r->hidden = at, at += hidden_floats(m, r->b);
     r->scores_line = m->experts ? round_up(m->experts + 1, LANES) : 0;
     r->scores = at, at += tokens * r->scores_line;
+    r->latents_line = round_up(m->latent, LANES);
+    r->latents = at, at += tokens * r->latents_line;
     r->routes = (Route *)at, at += round_up(2 * tokens * m->top, LANES);
     r->lot_acts = (char *)at;
     if (tokens >= TOGETHER && most_lots(m, r->b)) at += round_up(lot_acts_bytes(m, r->b, (int)tokens), 128) / 4;
@@ -150,7 +153,8 @@ static void run_layers(Worker *w) {
         copy_states(w, entry);
         if (m->keeps) renew_states(w, entry, RUN_ATTENTION, layer->input_norm, m->kept[layer->recurrence != NULL]);
         if (layer->recurrence) project(w, entry);
-        if (layer->o.rows) run_attention(w, entry);
+        if (layer->memory_unit) run_memory_unit(w, entry);
+        else if (layer->o.rows) run_attention(w, entry);
         if (layer->recurrence) run_recurrence(w, entry);
         if (m->keeps) renew_states(w, entry, RUN_MLP, layer->post_norm, m->kept[2]);
         if (layer->down.rows || layer->experts) run_mlp(w, entry);
@@ -273,7 +277,7 @@ void shoal_matmul(const ShoalWeight *w, const float *x, int tokens, float *out, 
         worker.sums = (float *)(scratch + worker.id * own);
         worker.acts = acts_at((char *)(worker.sums + SUMS), tokens, w->depth);
         worker.ready = &worker.acts;
-        for (int t = 0; t < tokens; t++) prepare(&worker.acts, w, x + (int64_t)t * w->cols, NULL, 0, t, tokens);
+        for (int t = 0; t < tokens; t++) prepare(&worker.acts, w, x + (int64_t)t * w->cols, (Norm){0}, 0, t, tokens);
         multiply_all(&worker, w, &c, NULL, finish_logits, out);
         leave_squares(&found);
     }

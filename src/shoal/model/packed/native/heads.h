@@ -32,6 +32,17 @@ static void ready_head(const ShoalModel *m, const ShoalLayer *layer, const float
     if (layer->cos) rotate(to, layer->cos + (int64_t)position * half, layer->sin + (int64_t)position * half, half);
 }
 
+/* The same for a query: one of a differential pair has its numbers in its own half of a key's dimensions. */
+INLINE void ready_query(const ShoalModel *m, const ShoalLayer *layer, const float *all, int head, int position, float *to) {
+    if (!m->differential) {
+        ready_head(m, layer, all, head, m->heads, layer->q_norm, position, to);
+        return;
+    }
+    const int half = m->head_dim / 2;
+    memset(to, 0, 4 * round_up(m->head_dim, 32));
+    memcpy(to + head % 2 * half, all + head * half, 4 * half);
+}
+
 INLINE void store_line(char *to, const float *x, int count, int dtype) {
     for (int j = 0; j < count; j += LANES) {
         Mask mask = head_mask(count - j);

@@ -52,11 +52,11 @@ static void project_latent(Worker *w, const ShoalLayer *layer, const Chosen *c) 
     Team *team = &w->run->team;
     const int rank = m->head_dim - l->rotated, size = l->rotated + l->plain;
     Rows raw = {r->raw, r->raw_line, m->raw}, wide = {r->wide, r->wide_line, m->heads * size};
-    multiply_stack(w, layer->qkv, layer->input_norm, c, layer->qkv_bias, finish_rows, &raw);
+    multiply_stack(w, layer->qkv, norm_before(layer), c, layer->qkv_bias, finish_rows, &raw);
     const Rows *queries = &raw;
     if (l->widen.rows) {
         queries = &wide;
-        prepare_together(w, &l->widen, (Lines){.x = r->raw, .norm = l->query_norm, .eps = l->eps, .step = r->raw_line, .count = c->count});
+        prepare_together(w, &l->widen, (Lines){.x = r->raw, .norm = {l->query_norm}, .eps = l->eps, .step = r->raw_line, .count = c->count});
         multiply_all(w, &l->widen, c, NULL, finish_rows, &wide);
         meet(team, w->id);
     }

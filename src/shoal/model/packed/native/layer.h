@@ -10,7 +10,8 @@ typedef void Finish(const Worker *w, const Chosen *c, const float *bias, int blo
 
 /* Prepare lines of x, `step` apart, as activations: those of `tokens`, or the first ones. */
 typedef struct {
-    const float *x, *norm;
+    const float *x;
+    Norm norm;
     int64_t step;
     const int *tokens;
     int count;
@@ -23,8 +24,8 @@ static void prepare_some(const Worker *w, const ShoalWeight *weight, const Lines
 }
 
 /* The inputs of a sublayer, with the norm that is left to do. */
-INLINE Lines lines_read(const Run *r, const float *norm, const int *tokens, int count) {
-    return (Lines){.x = r->read, .norm = r->m->keeps ? NULL : norm, .step = r->x_line, .tokens = tokens, .count = count};
+INLINE Lines lines_read(const Run *r, Norm norm, const int *tokens, int count) {
+    return (Lines){.x = r->read, .norm = r->m->keeps ? (Norm){0} : norm, .step = r->x_line, .tokens = tokens, .count = count};
 }
 
 /* Where sublayers add to their normed inputs: put these in `read`, and times kept in the place of the states. */
@@ -43,6 +44,9 @@ static void renew_states(Worker *w, int entry, int part, const float *norm, floa
     }
     meet(&w->run->team, w->id);
 }
+
+INLINE Norm norm_before(const ShoalLayer *layer) { return (Norm){layer->input_norm, layer->input_bias}; }
+INLINE Norm norm_after(const ShoalLayer *layer) { return (Norm){layer->post_norm, layer->post_bias}; }
 
 /* All lines as activations of a matrix. */
 static void prepare_all(Worker *w, const ShoalWeight *weight, Lines lines) {
@@ -105,8 +109,7 @@ INLINE Vf result(const Worker *w, const Chosen *c, const float *bias, int first_
 
 static void finish_qkv(const Worker *w, const Chosen *c, const float *bias, int block, int count, void *to) {
     const Run *r = w->run;
-    const int rows = qkv_rows(r->m);
-    (void)to;
+    const int rows = *(const int *)to;
     for (int i = 0; i < c->count; i++)
         for (int b = 0; b < count; b++) {
             const int row = (block + b) * LANES;
@@ -183,12 +186,12 @@ INLINE Vf activated(int activation, Vf x) {
 /* Of an MLP without a gate. */
 static void finish_plain(const Worker *w, const Chosen *c, const float *bias, int block, int count, void *to) {
     const Run *r = w->run;
-    const int ffn = ((const Neurons *)to)->ffn;
+    const Neurons at = *(const Neurons *)to;
     for (int i = 0; i < c->count; i++)
         for (int b = 0; b < count; b++) {
             const int row = (block + b) * LANES;
-            const Vf up = result(w, c, bias, row, ffn, b, i);
-            vf_store(r->hidden + c->token[i] * r->hidden_line + row, activated(r->m->activation, up));
+            const Vf up = result(w, c, bias, row, at.ffn, b, i);
+            vf_store(r->hidden + at.first + c->token[i] * at.line + row, activated(r->m->activation, up));
         }
 }
 
@@ -219,7 +222,7 @@ static void finish_logits(const Worker *w, const Chosen *c, const float *bias, i
 }
 
 /* The matrices that read a sublayer's inputs, one above the other. */
-static void multiply_stack(Worker *w, const ShoalWeight parts[3], const float *norm, const Chosen *c, const float *bias,
+static void multiply_stack(Worker *w, const ShoalWeight parts[3], Norm norm, const Chosen *c, const float *bias,
                            Finish *finish, void *to) {
     const Run *r = w->run;
     const Lines lines = lines_read(r, norm, c->token, c->count);
@@ -252,18 +255,38 @@ static int spreads(const Segment *segments, int count) {
 static void project_latent(Worker *w, const ShoalLayer *layer, const Chosen *c);
 static void open_latent(Worker *w, const ShoalLayer *layer, const Chosen *c);
 
+/* Queries, keys and values of these tokens. */
+static void project_heads(Worker *w, const ShoalLayer *layer, const Chosen *c) {
+    int rows = 0;
+    for (int i = 0; i < 3; i++) rows += layer->qkv[i].rows;
+    if (layer->latent) project_latent(w, layer, c);
+    else multiply_stack(w, layer->qkv, norm_before(layer), c, layer->qkv_bias, finish_qkv, &rows);
+}
+
+/* Keys and values of the tokens whose attention does not run. */
+static void store_others(Worker *w, int entry) {
+    const ShoalLayer *layer = w->run->m->layers + w->run->b->layers[entry];
+    const Chosen c = w->run->b->active ? choose(w->run->b, entry, RUN_STORE) : (Chosen){0};
+    if (!c.count) return;
+    Segment segments[MAX_TOKENS];
+    const int count = segments_of(w->run, layer, entry, &c, segments);
+    project_heads(w, layer, &c);
+    store_layer(w, entry, &c, segments, count);
+    meet(&w->run->team, w->id);
+}
+
 static void run_attention(Worker *w, int entry) {
     Run *r = w->run;
     const ShoalLayer *layer = r->m->layers + r->b->layers[entry];
     const Chosen c = choose(r->b, entry, RUN_ATTENTION);
+    store_others(w, entry);
     if (!c.count) return;
     Segment segments[MAX_TOKENS];
     const int count = segments_of(r, layer, entry, &c, segments);
-    if (layer->latent) project_latent(w, layer, &c);
-    else multiply_stack(w, layer->qkv, layer->input_norm, &c, layer->qkv_bias, finish_qkv, NULL);
+    project_heads(w, layer, &c);
     const int labels = labels_in(r, entry, &c);
-    w->stored = r->b->select || labels || chosen_in(r, entry, &c) || c.count > TOGETHER || spreads(segments, count);
-    if (w->stored) { /* a task may read what another one would store */
+    w->stored = layer->reads || r->b->select || labels || chosen_in(r, entry, &c) || c.count > TOGETHER || spreads(segments, count);
+    if (w->stored && !layer->reads) { /* a task may read what another one would store */
         store_layer(w, entry, &c, segments, count);
         if (r->b->select) ask_for_slots(w, entry, &c);
         else meet(&r->team, w->id);
@@ -282,7 +305,7 @@ static void run_attention(Worker *w, int entry) {
     if (r->b->choices) choose_slots(w, entry, &c, CHOOSES);
     meet(&r->team, w->id);
     if (r->b->choices && w->id == 0) note_choices(r, entry, &c); /* nobody reads the choice before the next layer */
-    Lines mixed = {.x = r->attended, .step = (int64_t)r->m->heads * r->m->head_dim, .count = c.count};
+    Lines mixed = {.x = r->attended, .step = (int64_t)r->m->heads * query_dim(r->m), .count = c.count};
     if (layer->latent) {
         open_latent(w, layer, &c);
         mixed.x = r->opened, mixed.step = r->m->opened;
@@ -296,6 +319,19 @@ static void run_attention(Worker *w, int entry) {
 static void run_groups(Worker *w, int entry);
 static void run_experts(Worker *w, int entry);
 
+/* The whole MLP of a layer, for these tokens. */
+static void run_whole(Worker *w, const ShoalLayer *layer, const Chosen *c) {
+    const Run *r = w->run;
+    prepare_together(w, layer->gate_up, lines_read(r, norm_after(layer), c->token, c->count));
+    Neurons all = {.ffn = layer->down.cols, .line = r->hidden_line};
+    if (layer->gate_up->paired) multiply_all(w, layer->gate_up, c, layer->gate_up_bias, finish_gated, &all);
+    else if (!layer->gate_up[1].rows) multiply_all(w, layer->gate_up, c, layer->gate_up_bias, finish_plain, &all);
+    else multiply_both(w, layer->gate_up, c, layer->gate_up_bias, finish_gated, &all);
+    meet(&w->run->team, w->id);
+    prepare_together(w, &layer->down, (Lines){.x = r->hidden, .step = r->hidden_line, .tokens = c->token, .count = c->count});
+    multiply_into_states(w, &layer->down, c, layer->down_bias, layer->mlp_out_norm);
+}
+
 static void run_mlp(Worker *w, int entry) {
     Run *r = w->run;
     const ShoalLayer *layer = r->m->layers + r->b->layers[entry];
@@ -305,16 +341,7 @@ static void run_mlp(Worker *w, int entry) {
         run_experts(w, entry);
         return;
     }
-    if (c.count) {
-        prepare_together(w, layer->gate_up, lines_read(r, layer->post_norm, c.token, c.count));
-        Neurons all = {.ffn = layer->down.cols, .line = r->hidden_line};
-        if (layer->gate_up->paired) multiply_all(w, layer->gate_up, &c, layer->gate_up_bias, finish_gated, &all);
-        else if (!layer->gate_up[1].rows) multiply_all(w, layer->gate_up, &c, layer->gate_up_bias, finish_plain, &all);
-        else multiply_both(w, layer->gate_up, &c, layer->gate_up_bias, finish_gated, &all);
-        meet(&r->team, w->id);
-        prepare_together(w, &layer->down, (Lines){.x = r->hidden, .step = r->hidden_line, .tokens = c.token, .count = c.count});
-        multiply_into_states(w, &layer->down, &c, layer->down_bias, layer->mlp_out_norm);
-    }
+    if (c.count) run_whole(w, layer, &c);
     if (r->b->groups) run_groups(w, entry);
 }
 

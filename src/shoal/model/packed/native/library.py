@@ -42,12 +42,11 @@ class RecurrenceStruct(ctypes.Structure):
         ("into", Weight * 3), ("out", Weight), ("select", Weight), ("widen", Weight), ("into_scale", c_void_p),
         ("into_bias", c_void_p),
         ("out_bias", c_void_p), ("conv", c_void_p), ("conv_bias", c_void_p), ("rate", c_void_p), ("bias", c_void_p),
-        ("skip", c_void_p), ("norm", c_void_p), ("kind", c_int32), ("width", c_int32), ("channels", c_int32),
-        ("heads", c_int32),
-        ("groups", c_int32), ("key_dim", c_int32), ("value_dim", c_int32), ("rank", c_int32), ("decays", c_int32),
-        ("sigmoid", c_int32), ("gate_first", c_int32), ("doubled", c_int32), ("by_turns", c_int32), ("eps", c_float),
-        ("bound", c_float),
-        ("least", c_float), ("most", c_float),
+        ("gates", c_void_p), ("skip", c_void_p), ("norm", c_void_p), ("kind", c_int32), ("width", c_int32),
+        ("channels", c_int32), ("heads", c_int32), ("groups", c_int32), ("key_dim", c_int32), ("value_dim", c_int32),
+        ("rank", c_int32), ("decays", c_int32), ("sigmoid", c_int32), ("gate_first", c_int32), ("doubled", c_int32),
+        ("shows", c_int32), ("by_turns", c_int32), ("eps", c_float), ("bound", c_float), ("least", c_float),
+        ("most", c_float),
     ]
 
 
@@ -55,10 +54,10 @@ class ExpertsStruct(ctypes.Structure):
     """Experts beside or instead of a layer's MLP."""
 
     _fields_ = [
-        ("router", Weight), ("parts", POINTER(Weight)), ("bias", c_void_p), ("count", c_int32), ("top", c_int32),
-        ("groups", c_int32), ("top_groups", c_int32), ("best", c_int32), ("sigmoid", c_int32),
-        ("normalised", c_int32), ("gated", c_int32),
-        ("added", c_float), ("least", c_float), ("scale", c_float),
+        ("router", Weight), ("parts", POINTER(Weight)), ("narrow", Weight), ("widen", Weight), ("bias", c_void_p),
+        ("count", c_int32), ("top", c_int32), ("groups", c_int32), ("top_groups", c_int32), ("best", c_int32),
+        ("sigmoid", c_int32), ("normalised", c_int32), ("gated", c_int32), ("added", c_float), ("least", c_float),
+        ("scale", c_float),
     ]
 
 
@@ -78,7 +77,8 @@ class LayerStruct(ctypes.Structure):
         ("mlp_out_norm", c_void_p), ("qkv_bias", c_void_p), ("out_bias", c_void_p), ("gate_up_bias", c_void_p),
         ("down_bias", c_void_p), ("cos", c_void_p), ("sin", c_void_p), ("window", c_int32), ("positions", c_int32),
         ("wide_norms", c_int32), ("recurrence", POINTER(RecurrenceStruct)), ("latent", POINTER(LatentStruct)),
-        ("experts", POINTER(ExpertsStruct)),
+        ("experts", POINTER(ExpertsStruct)), ("attention_norm_bias", c_void_p), ("mlp_norm_bias", c_void_p),
+        ("pair_norm", c_void_p), ("pair_share", c_float), ("reads", c_int32), ("memory_unit", c_int32),
     ]
 
 
@@ -89,13 +89,13 @@ class Model(ctypes.Structure):
         ("hidden", c_int32), ("ffn", c_int32), ("heads", c_int32), ("kv_heads", c_int32), ("head_dim", c_int32),
         ("rotary_dim", c_int32), ("vocab", c_int32), ("num_layers", c_int32), ("activation", c_int32),
         ("kv_dtype", c_int32), ("embedding_dtype", c_int32), ("eps", c_float), ("attention_scale", c_float),
-        ("residual_scale", c_float), ("embedding_scale", c_float), ("logit_scale", c_float),
-        ("attention_cap", c_float), ("logit_cap", c_float), ("gate_scale", c_float), ("out_scales", c_float * 3),
-        ("keeps", c_int32), ("kept", c_float * 3), ("gated_attention", c_int32), ("inputs", c_int32),
+        ("residual_scale", c_float), ("embedding_scale", c_float), ("logit_scale", c_float), ("attention_cap", c_float),
+        ("logit_cap", c_float), ("gate_scale", c_float), ("out_scales", c_float * 3), ("keeps", c_int32),
+        ("kept", c_float * 3), ("differential", c_int32), ("gated_attention", c_int32), ("inputs", c_int32),
         ("channels", c_int32), ("outputs", c_int32), ("raw", c_int32), ("wide", c_int32), ("opened", c_int32),
-        ("experts", c_int32), ("top", c_int32), ("expert_ffn", c_int32), ("layers", POINTER(LayerStruct)),
-        ("norm", c_void_p), ("head", Weight), ("upper", Weight), ("head_bias", c_void_p), ("embedding", c_void_p),
-        ("table", Weight),
+        ("experts", c_int32), ("top", c_int32), ("expert_ffn", c_int32), ("latent", c_int32),
+        ("layers", POINTER(LayerStruct)), ("norm", c_void_p), ("norm_bias", c_void_p), ("head", Weight),
+        ("upper", Weight), ("head_bias", c_void_p), ("embedding", c_void_p), ("table", Weight),
     ]
 
 

@@ -82,7 +82,7 @@ static int finds_likeliest(const Run *r) {
 static void run_likeliest(Worker *w, const Chosen *c) {
     Run *r = w->run;
     const ShoalWeight *upper = &r->m->upper;
-    const Lines lines = {.x = r->x, .norm = r->m->norm, .step = r->x_line, .tokens = c->token, .count = c->count};
+    const Lines lines = {.x = r->x, .norm = {r->m->norm, r->m->norm_bias}, .step = r->x_line, .tokens = c->token, .count = c->count};
     const int panels = (upper->blocks + PANEL - 1) / PANEL, first = share(panels, w->id, w->threads), last = share(panels, w->id + 1, w->threads);
     float lowest[TILE_TOKENS];
     prepare_all(w, upper, lines);

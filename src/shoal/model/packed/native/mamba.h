@@ -33,7 +33,9 @@ static void run_scan(const ShoalRecurrence *r, const float *inputs, int64_t step
                 vf_store_some(after + at, mask, held);
                 found = vf_fma(held, vf_all(c[k]), found);
             }
-            vf_store_some(out + t * out_step + j, mask, vf_mul(vf_fma(skip, x, found), silu_ps(vf_load_some(mask, line + channels + j))));
+            const Vf read = vf_fma(skip, x, found);
+            if (r->shows) vf_store_some(out + t * out_step + channels + j, mask, read);
+            vf_store_some(out + t * out_step + j, mask, vf_mul(read, silu_ps(vf_load_some(mask, line + channels + j))));
         }
     }
 }

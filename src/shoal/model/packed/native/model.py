@@ -16,6 +16,7 @@ from torch import Tensor
 from shoal.model.experts import ExpertMLPs
 from shoal.model.layers.experts import Mixture
 from shoal.model.layers.gated_delta import GatedDelta
+from shoal.model.layers.gated_memory import GatedMemory
 from shoal.model.layers.latent import EPS, LatentAttention
 from shoal.model.layers.mamba import SelectiveScan
 from shoal.model.layers.mixer import Mixer
@@ -153,12 +154,12 @@ class NativeModel:
         self._library, self._lock = require(), threading.Lock()
         self._parts: list[object] = [embedding]
         self.recurrences: dict[int, NativeRecurrence] = {}
-        self._sizes: tuple[int, ...] = (0, 0, 0)  # of the largest mixture: experts, of a token, neurons
+        self._sizes: tuple[int, ...] = (0, 0, 0, 0)  # of the largest mixture: experts, of a token, neurons, latents
         layers = [self._layer(index, layer) for index, layer in enumerate(weights.layers)]
         self._structs = (LayerStruct * len(layers))(*layers)
         self._head = as_packed(weights.head)
         self._most_read = _MOST_READ_OF_FLOATS if self._head.scales is None else _MOST_READ
-        self._model = self._model_struct(weights.final_norm, embedding, head_bias)
+        self._model = self._model_struct(weights.final_norm, weights.final_norm_bias, embedding, head_bias)
         self.turn(*tables)
         self._had, self._message = c_double(), ctypes.create_string_buffer(_MESSAGE_BYTES)
         self._scratch, self._room = torch.empty(0, dtype=torch.uint8), (0, 0)
@@ -190,7 +191,7 @@ class NativeModel:
             own: per layer and sequence what it stores outside its place, or None; None if there is nothing at all.
             seqs: number of places where no layer stores anything in them.
         """
-        shape = (self.shape.kv_heads, self.shape.head_dim, self.shape.value_dim)
+        shape = (*self.shape.keys, self.shape.value_dim)
         return KVBinding(keys, values, self.num_layers, shape, self._kv_dtype, own, seqs)
 
     def forward(
@@ -371,8 +372,10 @@ class NativeModel:
 
     def _layer(self, index: int, layer: Layer) -> LayerStruct:
         shape, struct, kind = self.shape, LayerStruct(window=self.shape.windows[index] or 0), self.shape.kind(index)
-        hidden, ffn, qkv = shape.hidden, shape.ffns[index], shape.qkv_rows
+        hidden, ffn, source = shape.hidden, shape.ffns[index], shape.source(index)
         query, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        qkv = shape.qkv_rows if source is None else query
+        struct.reads = 0 if source is None else source + 1
         if layer.latent is not None:
             sizes = layer.latent.sizes
             qkv, query = sizes.rows, sizes.heads * sizes.value
@@ -381,7 +384,7 @@ class NativeModel:
             struct.qkv = self._stack("qkv", layer.qkv, qkv, hidden)
             struct.out = self._matrix("out", layer.out, hidden, query)
         if kind.gated_mlp:
-            struct.gate_up = self._gate_up(parts_of(layer.gate_up), ffn)
+            struct.gate_up = self._gate_up(parts_of(layer.gate_up), ffn, hidden)
         if kind.plain_mlp:
             struct.gate_up = (Weight * 2)(self._matrix("up", layer.gate_up, ffn, hidden))
         if kind.has_mlp:
@@ -393,15 +396,35 @@ class NativeModel:
             struct.experts = ctypes.pointer(self._experts(layer.experts))
         struct.wide_norms = wide = layer.q_norm is not None and shape.heads > 1 and len(layer.q_norm) == query
         lengths = dict.fromkeys(("attention_norm", "mlp_norm", "attention_out_norm", "mlp_out_norm", "out_bias",
-                                 "down_bias"), hidden)
+                                 "down_bias", "attention_norm_bias", "mlp_norm_bias"), hidden)
         lengths |= {"q_norm": query if wide else shape.head_dim, "k_norm": kv if wide else shape.head_dim,
                     "qkv_bias": qkv, "gate_up_bias": (2 if kind.gated_mlp else 1) * ffn}
         for name, length in lengths.items():
             setattr(struct, name, self._vector(name, vars(layer)[name], length))
+        if layer.differential is not None:
+            normed = (layer.differential.norm * (1 - layer.differential.start)).contiguous()
+            struct.pair_norm = self._vector("the norm of pairs", normed, shape.keys[1])
+            struct.pair_share = layer.differential.share.item()
+        if layer.memory_unit is not None and source is not None:
+            self._memory_unit(struct, layer.memory_unit, source)
         if None in (not kind.mixers or struct.attention_norm or struct.attention_out_norm,
                     not kind.feeds or struct.mlp_norm or struct.mlp_out_norm):
             raise ValueError("attention_norm and mlp_norm, or the norms of the sublayers' outputs, must be given")
         return struct
+
+    def _memory_unit(self, struct: LayerStruct, unit: GatedMemory, source: int) -> None:
+        """The matrices of a gated memory unit, which reads what the last recurrence has left behind its outputs."""
+        into, out = unit.into, unit.out
+        if not isinstance(into, Projection) or not isinstance(out, Projection):
+            raise ValueError("a gated memory unit of the kernels has one packed matrix before it and one after it")
+        if source != max(self.recurrences) or self.recurrences[source].struct.channels != into.matrix.rows:
+            raise ValueError(f"a gated memory unit reads the memory of layer {source}; it must be the last recurrence, "
+                             f"layer {max(self.recurrences)}, of {into.matrix.rows} channels")
+        rows, hidden, struct.memory_unit = into.matrix.rows, self.shape.hidden, 1
+        struct.qkv = self._stack("into", into.matrix, rows, hidden)
+        struct.out = self._matrix("out", out.matrix, hidden, rows)
+        struct.qkv_bias = self._vector("the bias of into", into.bias, rows)
+        struct.out_bias = self._vector("the bias of out", out.bias, hidden)
 
     def _recurrence(self, mixer: Mixer) -> NativeRecurrence:
         """A layer's recurrence with its matrices."""
@@ -410,7 +433,7 @@ class NativeModel:
             raise ValueError("a recurrence of the kernels has one packed matrix before it and one after it")
         struct, rows = made.struct, into.matrix.rows
         struct.into = self._stack("into", into.matrix, rows, hidden)
-        struct.out = self._matrix("out", out.matrix, hidden, made.outputs)
+        struct.out = self._matrix("out", out.matrix, hidden, made.outputs - mixer.memory)
         if isinstance(mixer, GatedDelta) and mixer.low_rank is not None:
             gate, f = map(as_packed, mixer.low_rank)
             struct.select = self._matrix("the second matrix of the gate", gate, made.outputs, mixer.rank)
@@ -450,18 +473,27 @@ class NativeModel:
         struct = ExpertsStruct(**{name: getattr(routing, name) for name in _ROUTING}, gated=experts.gated)
         struct.router = self._matrix("router", experts.router, routing.count + experts.gated, hidden)
         struct.bias = self._vector("the bias of the router", experts.bias, routing.count)
-        parts = (Weight * (3 * routing.count))()
+        parts, size, latent = (Weight * (3 * routing.count))(), experts.down[0].rows, 0
+        if experts.latent is not None:
+            struct.narrow = self._matrix("the projection of inputs", experts.latent[0], latent := size, hidden)
+            struct.widen = self._matrix("the projection of outputs", experts.latent[1], hidden, size)
         for number, (gate_up, down) in enumerate(zip(experts.gate_up, experts.down, strict=True)):
-            parts[3 * number : 3 * number + 2] = list(self._gate_up(parts_of(gate_up), ffn))
-            parts[3 * number + 2] = self._matrix("down", down, hidden, ffn)
+            if experts.plain:
+                parts[3 * number] = self._matrix("up", gate_up, ffn, size)
+            else:
+                parts[3 * number : 3 * number + 2] = list(self._gate_up(parts_of(gate_up), ffn, size))
+            parts[3 * number + 2] = self._matrix("down", down, size if latent else hidden, ffn)
         struct.parts = parts
-        self._sizes = tuple(map(max, self._sizes, (routing.count, routing.top, ffn)))
+        self._sizes = tuple(map(max, self._sizes, (routing.count, routing.top, ffn, latent)))
         return struct
 
-    def _model_struct(self, norm: Tensor, embedding: Tensor | PackedWeight | None, head_bias: Tensor | None) -> Model:
+    def _model_struct(
+        self, norm: Tensor, norm_bias: Tensor | None, embedding: Tensor | PackedWeight | None, head_bias: Tensor | None
+    ) -> Model:
         shape, struct = self.shape, Model(num_layers=self.num_layers, ffn=max(self.shape.ffns), layers=self._structs)
         for name in _SIZES:
             setattr(struct, name, getattr(shape, name))
+        (struct.kv_heads, struct.head_dim), struct.differential = shape.keys, shape.differential
         struct.attention_cap, struct.logit_cap = shape.attention_cap or 0.0, shape.logit_cap or 0.0
         struct.out_scales = (c_float * 3)(*shape.out_scales)
         struct.keeps, struct.kept = shape.kept is not None, (c_float * 3)(*shape.kept or ())
@@ -472,9 +504,10 @@ class NativeModel:
         if shape.latent is not None:
             sizes = shape.latent
             struct.raw, struct.wide, struct.opened = sizes.rows, sizes.queries, sizes.heads * sizes.value
-        struct.experts, struct.top, struct.expert_ffn = self._sizes
+        struct.experts, struct.top, struct.expert_ffn, struct.latent = self._sizes
         struct.activation, struct.kv_dtype = ACTIVATIONS.index(shape.activation), _KV_DTYPES[self._kv_dtype]
         struct.norm = self._vector("norm", norm, shape.hidden)
+        struct.norm_bias = self._vector("norm_bias", norm_bias, shape.hidden)
         struct.head = self._matrix("head", self._head, shape.vocab, shape.hidden)
         struct.head_bias = self._vector("head_bias", head_bias, shape.vocab)
         table = embedding if isinstance(embedding, PackedWeight) else self._head
@@ -497,9 +530,8 @@ class NativeModel:
             )
         return (Weight * 3)(*(self._matrix(name, part, part.rows, columns) for part in parts))
 
-    def _gate_up(self, parts: Sequence[Linear], ffn: int) -> Array[Weight]:
+    def _gate_up(self, parts: Sequence[Linear], ffn: int, hidden: int) -> Array[Weight]:
         """The structs of one paired matrix, or of two."""
-        hidden = self.shape.hidden
         if len(parts) == 1:
             return (Weight * 2)(self._matrix("gate_up", parts[0], 2 * ffn, hidden, paired=True))
         kinds = [as_packed(part).kind for part in parts]
@@ -533,7 +565,7 @@ def _check_sizes(shape: Shape, kv_dtype: torch.dtype) -> None:
     ffns = [ffn for layer, ffn in enumerate(shape.ffns) if shape.kind(layer).has_mlp]
     if min(shape.hidden, *ffns, shape.heads, shape.kv_heads, shape.vocab) < 1 or shape.heads % shape.kv_heads:
         raise ValueError(f"sizes must be positive and kv_heads ({shape.kv_heads}) divide heads ({shape.heads})")
-    if not 2 <= shape.head_dim <= MAX_HEAD_DIM or shape.head_dim % 2:
+    if not 2 <= shape.keys[1] <= MAX_HEAD_DIM or shape.head_dim % 2:
         raise ValueError(f"head_dim is {shape.head_dim}; it must be even and in [2, {MAX_HEAD_DIM}]")
     if not 0 <= shape.rotary_dim <= shape.head_dim or shape.rotary_dim % 2:
         raise ValueError(f"rotary_dim is {shape.rotary_dim}; it must be even and in [0, {shape.head_dim}]")

@@ -10,6 +10,7 @@ void shoal_recur(const ShoalRecurrence *r, const float *inputs, int64_t step, in
     const int alone = r->kind == RECUR_SHORT_CONV, dual = r->kind == RECUR_MAMBA2, lightning = r->kind == RECUR_LIGHTNING;
     const float *convolved = inputs + first_channel(r);
     float *matrix = state + window_floats(r);
+    const float *before = r->kind == RECUR_UNIT && matrix[r->channels] == 0 ? NULL : matrix; /* the text may not have begun */
 #pragma omp parallel num_threads(threads)
     {
         const int id = omp_get_thread_num(), all = omp_get_num_threads();
@@ -18,7 +19,7 @@ void shoal_recur(const ShoalRecurrence *r, const float *inputs, int64_t step, in
 #pragma omp barrier
         if (!alone) {
             const int from = piece_at(r, pieces_of(r) * id / all), to = piece_at(r, pieces_of(r) * (id + 1) / all);
-            RECUR_TABLE[r->kind](r, inputs, step, scratch, tokens, matrix, matrix, out, out_step, from, to);
+            RECUR_TABLE[r->kind](r, inputs, step, scratch, tokens, before, matrix, out, out_step, from, to);
         }
 #pragma omp barrier
         if (dual) gate_dual(r, inputs, step, tokens, out, out_step, r->groups * id / all, r->groups * (id + 1) / all);

@@ -62,17 +62,8 @@ static void project(Worker *w, int entry) {
     const Chosen c = choose(r->b, entry, RUN_ATTENTION);
     Inputs in = inputs_of(r, entry);
     if (!c.count) return;
-    multiply_stack(w, layer->recurrence->into, layer->input_norm, &c, layer->recurrence->into_bias, finish_inputs, &in);
+    multiply_stack(w, layer->recurrence->into, norm_before(layer), &c, layer->recurrence->into_bias, finish_inputs, &in);
     if (widened(layer->recurrence)) widen_gates(w, &c, in);
-}
-
-/* RMSNorm of numbers in their place. */
-static void norm_in_place(float *x, int count, const float *norm, float eps) {
-    const Vf scale = vf_all(inverse_rms(x, count, eps));
-    for (int k = 0; k < count; k += LANES) {
-        const Mask mask = head_mask(count - k);
-        vf_store_some(x + k, mask, vf_mul(vf_mul(vf_load_some(mask, x + k), scale), vf_load_some(mask, norm + k)));
-    }
 }
 
 /* Of a scan: what the convolved x selects, with norms in some models, and the steps. */

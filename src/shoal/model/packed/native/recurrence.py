@@ -9,6 +9,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from shoal.errors import Unsupported
 from shoal.model.layers.convolution import Convolution
@@ -17,12 +18,13 @@ from shoal.model.layers.lightning import LightningAttention
 from shoal.model.layers.mamba import SelectiveScan
 from shoal.model.layers.mamba2 import Mamba2
 from shoal.model.layers.mixer import Mixer
+from shoal.model.layers.rg_lru import LinearUnit
 from shoal.model.layers.short_conv import ShortConv
 from shoal.model.packed.native.batch import address
 from shoal.model.packed.native.library import LANES, MOST_KEYS, MOST_TAPS, RecurrenceStruct, require
 from shoal.model.packed.shape import REMEDY
 
-_GATED_DELTA, _MAMBA2, _SHORT_CONV, _SCAN, _LIGHTNING = range(5)
+_GATED_DELTA, _MAMBA2, _SHORT_CONV, _SCAN, _UNIT, _LIGHTNING = range(6)
 
 
 class NativeRecurrence:
@@ -42,6 +44,8 @@ class NativeRecurrence:
             self.struct = self._dual(mixer)
         elif isinstance(mixer, SelectiveScan):
             self.struct = self._scan(mixer)
+        elif isinstance(mixer, LinearUnit):
+            self.struct = self._unit(mixer)
         elif isinstance(mixer, ShortConv):
             self.struct = self._convolved(mixer.conv, kind=_SHORT_CONV, heads=1, groups=1)
         elif isinstance(mixer, LightningAttention):
@@ -52,7 +56,7 @@ class NativeRecurrence:
             found = f"a convolution of {self.struct.width} taps and keys of {self.struct.key_dim} dimensions"
             raise Unsupported(found, f"the kernels take up to {MOST_TAPS} and {MOST_KEYS}", REMEDY)
         self.floats = sum(map(math.prod, mixer.state_sizes))
-        self.outputs = self.struct.heads * self.struct.value_dim or self.struct.channels
+        self.outputs = (self.struct.heads * self.struct.value_dim or self.struct.channels) + mixer.memory
 
     def recur(self, inputs: Tensor, state: Tensor, threads: int = 1) -> Tensor:
         """As `Mixer.recur`, in float32, on the tensors of a state one after the other.
@@ -100,6 +104,15 @@ class NativeRecurrence:
         return self._convolved(
             mixer.conv, kind=_SCAN, rate=self._at(mixer.a), bias=self._at(mixer.dt_bias), skip=self._at(mixer.d),
             norm=norm, heads=1, groups=1, key_dim=state, value_dim=channels, rank=mixer.rank, eps=mixer.eps,
+            shows=mixer.shows,
+        )
+
+    def _unit(self, mixer: LinearUnit) -> RecurrenceStruct:
+        heads, size = mixer.gates[0][1].shape
+        weights, biases = (torch.stack([gate[part] for gate in mixer.gates]) for part in range(2))
+        return self._convolved(
+            mixer.conv, kind=_UNIT, rate=self._at(-8 * softplus(mixer.scale)), bias=self._at(biases),
+            gates=self._at(weights), heads=heads, groups=1, value_dim=size,
         )
 
     def _lightning(self, mixer: LightningAttention) -> RecurrenceStruct:

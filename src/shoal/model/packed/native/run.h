@@ -21,7 +21,7 @@ typedef struct {
 
 /* A part of a feed-forward and the tokens that run it, see experts.h. */
 typedef struct {
-    const ShoalWeight *gate_up, *down; /* gate_up: a paired matrix, or gate and up */
+    const ShoalWeight *gate_up, *down; /* gate_up: a paired matrix, or gate and up, or up alone */
     int *token;    /* [count], ascending */
     float *factor; /* [count], of what the part gives; or NULL for 1 */
     int count;
@@ -50,6 +50,8 @@ typedef struct {
     int64_t raw_line, wide_line;
     float *scores;  /* [tokens] lines of a router's outputs */
     int64_t scores_line;
+    float *latents; /* [tokens] lines of what experts read in place of states */
+    int64_t latents_line;
     Route *routes;  /* [tokens][top] */
     char *lot_acts; /* inputs of the down matrices of all lots */
     char *together; /* activations that all threads prepare and read */
@@ -61,8 +63,11 @@ typedef struct {
     Team team;
 } Run;
 
+/* Dimensions of a query. */
+INLINE int query_dim(const ShoalModel *m) { return m->differential ? m->head_dim / 2 : m->head_dim; }
+
 /* Where the keys begin among the outputs of the fused projection before attention, and the number of all. */
-INLINE int first_key(const ShoalModel *m) { return m->heads * (1 + m->gated_attention) * m->head_dim; }
+INLINE int first_key(const ShoalModel *m) { return m->heads * (1 + m->gated_attention) * query_dim(m); }
 INLINE int qkv_rows(const ShoalModel *m) { return first_key(m) + 2 * m->kv_heads * m->head_dim; }
 
 /* The tokens of a batch that run a part of a layer, in order. */

@@ -9,7 +9,7 @@
 enum { KIND_FP32, KIND_BF16, KIND_FP16, KIND_INT8, KIND_INT4, KIND_Q8_0, KIND_Q4_0, KIND_Q4_1, KIND_Q5_0, KIND_Q5_1, KIND_UPPER, KIND_ROUGH, KIND_Q4_K, KIND_Q5_K, KIND_Q6_K };
 enum { DTYPE_FP32, DTYPE_BF16, DTYPE_FP16 };
 enum { ACTIVATION_SILU, ACTIVATION_GELU_TANH, ACTIVATION_RELU2 };
-enum { RUN_ATTENTION = 1, RUN_MLP = 2 };
+enum { RUN_ATTENTION = 1, RUN_MLP = 2, RUN_STORE = 4 }; /* RUN_STORE: of attention keys and values alone */
 
 #define LANES 16      /* output rows of a row block: the fp32 lanes of a vector register */
 #define MAX_TOKENS 256 /* most tokens of a forward */
@@ -30,11 +30,13 @@ typedef struct {
 } ShoalWeight;
 
 /* A recurrence beside or instead of attention. Inputs of a token are, in this order, the rows of its projection:
-   RECUR_GATED_DELTA: q, k, v, gate, b, f, or with second matrices of gate and f: q, k, v, b, what these read, gate, f; RECUR_MAMBA2: gate, x, B, C, dt; RECUR_SHORT_CONV: B, C, x; RECUR_SCAN: x, gate, and after
-   them, which follow from x once it is convolved: r, B, C, dt; RECUR_LIGHTNING, which convolves nothing (width 1, no channels): q, k and
-   v of each head, then the gate. Its state is the window [width - 1][channels] of the convolution, followed, but for a short convolution
-   alone, by a matrix [heads][key_dim][value_dim]; a scan is one head of all channels. */
-enum { RECUR_GATED_DELTA, RECUR_MAMBA2, RECUR_SHORT_CONV, RECUR_SCAN, RECUR_LIGHTNING };
+   RECUR_GATED_DELTA: q, k, v, gate, b, f, or with second matrices of gate and f: q, k, v, b, what these read, gate, f;
+   RECUR_MAMBA2: gate, x, B, C, dt; RECUR_SHORT_CONV: B, C, x; RECUR_SCAN: x, gate, and after them, which follow from x once it is
+   convolved: r, B, C, dt. Its state is the window [width - 1][channels] of the convolution, followed, but for a short convolution alone,
+   by a matrix [heads][key_dim][value_dim]; a scan is one head of all channels.
+   RECUR_UNIT: the branch, x; its window is followed by a number for each channel, and by 1 once a text has begun.
+   RECUR_LIGHTNING, which convolves nothing (width 1, no channels): q, k and v of each head, then the gate. */
+enum { RECUR_GATED_DELTA, RECUR_MAMBA2, RECUR_SHORT_CONV, RECUR_SCAN, RECUR_UNIT, RECUR_LIGHTNING };
 #define MOST_TAPS 8   /* inputs of a convolution */
 #define MOST_KEYS 256 /* dimensions of a key */
 typedef struct {
@@ -42,9 +44,10 @@ typedef struct {
     ShoalWeight select, widen; /* of a scan: x to r, B and C; r to dt. Of a gated delta rule with a rank: second ones of gate and f */
     const float *into_scale, *into_bias, *out_bias; /* factors of the projection's rows, before the bias; or NULL */
     const float *conv, *conv_bias; /* [width][channels], the last row for a token's own input; [channels], or NULL */
-    const float *rate;  /* [heads], in a scan [key_dim][channels]: what the step is multiplied by, without its sign in a gated delta rule; the
-                         decays themselves in lightning attention */
-    const float *bias;  /* [heads][decays], in a scan [channels], added to f or dt */
+    const float *rate;  /* [heads], in a scan [key_dim][channels], in a unit [channels]: what the step, or the gate r, is multiplied by,
+                            without its sign in a gated delta rule; in lightning attention the decays themselves */
+    const float *bias;  /* [heads][decays], in a scan [channels], added to f or dt; in a unit [2][channels], of the gates */
+    const float *gates; /* of a unit: [2][heads][value_dim][value_dim], those of r and of i, inputs first */
     const float *skip;  /* [heads], in a scan [channels]: share of x in its output; of Mamba-2 and Mamba alone */
     const float *norm;  /* [value_dim], or in Mamba-2 and lightning attention [heads][value_dim], or NULL; in a scan of r, B and C, each by itself */
     int32_t kind, width, channels, heads;
@@ -55,6 +58,7 @@ typedef struct {
     int32_t sigmoid;    /* whether the gate is a sigmoid, not SiLU */
     int32_t gate_first; /* whether the gate comes before the norm */
     int32_t doubled;    /* whether b is doubled */
+    int32_t shows;      /* whether what a scan has read of its state, before the gate, follows its outputs, for other layers to read */
     int32_t by_turns;   /* whether heads that share keys are not neighbours: the first one of each group, then the second */
     float eps;
     float bound;        /* least logarithm of a decay, in the form that has one; 0: the other */
@@ -62,11 +66,13 @@ typedef struct {
 } ShoalRecurrence;
 
 /* Experts beside or instead of a layer's MLP. The weights of those that a token runs are its scores, which are sigmoids or the softmax
-   of its logits; if they are normalised, divided by their sum plus `added`, or by `least` if that is more. */
+   of its logits; if they are normalised, divided by their sum plus `added`, or by `least` if that is more. They may read and give
+   fewer numbers than states have, between two projections. */
 #define MAX_EXPERTS 1024
 typedef struct {
     ShoalWeight router;       /* [count, or 1 more if the MLP beside them is gated; hidden] */
     const ShoalWeight *parts; /* [count][3]: gate and up as in a layer, and down */
+    ShoalWeight narrow, widen; /* the projections: of states, and of the sum of the experts; or no rows */
     const float *bias;        /* [count], added to scores for the choice alone; or NULL */
     int32_t count, top;       /* experts, and how many of them a token runs */
     int32_t groups, top_groups; /* equal groups of experts, and how many of them a token's experts are of */
@@ -99,6 +105,11 @@ typedef struct {
     const ShoalRecurrence *recurrence; /* beside attention, or in place of it: then o has no rows. Or NULL */
     const ShoalLatent *latent; /* if attention is latent; or NULL */
     const ShoalExperts *experts; /* beside the MLP, or in place of it: then down has no rows. Or NULL */
+    const float *input_bias, *post_bias; /* of these norms, which then are LayerNorms; or NULL */
+    const float *pair_norm; /* [head_dim]: the norm of the difference of a pair's outputs, where attention is differential */
+    float pair_share;       /* of the second output of a pair in that difference */
+    int32_t reads;       /* 1 + the layer whose keys and values, or whose recurrence's memory, this one reads, having none itself; or 0 */
+    int32_t memory_unit; /* whether it is a gated memory unit: its matrices are qkv[0] and o, instead of attention's */
 } ShoalLayer;
 
 typedef struct {
@@ -110,12 +121,14 @@ typedef struct {
     float out_scales[3];            /* factors of what attention, a recurrence and an MLP add, beside residual_scale */
     int32_t keeps;                  /* whether a sublayer adds to its normed inputs, times kept, in place of the states */
     float kept[3];                  /* by sublayer like out_scales */
+    int32_t differential;           /* whether attention is: of heads 2h and 2h + 1 of queries, half as long as keys are, one reads the first
+                                       half of a key, the other the second, and their outputs become one */
     int32_t gated_attention;        /* whether attention's outputs are multiplied by sigmoids of the rows of qkv after those of q */
     int32_t inputs, channels, outputs; /* of the widest recurrence; 0: there is none */
     int32_t raw, wide, opened; /* of latent attention: rows of qkv, of widen, and of all outputs together; 0: values are apart from keys */
-    int32_t experts, top, expert_ffn; /* the most of any layer; 0: there are none */
+    int32_t experts, top, expert_ffn, latent; /* the most of any layer; 0: there are none, or no projections */
     const ShoalLayer *layers;
-    const float *norm;
+    const float *norm, *norm_bias; /* norm_bias: not NULL for a LayerNorm */
     ShoalWeight head;
     ShoalWeight upper; /* of KIND_UPPER or KIND_ROUGH, for the likeliest tokens; or no rows */
     const float *head_bias;
@@ -185,7 +198,7 @@ typedef struct {
     int32_t *likeliest;        /* not NULL: argmax is found by bounds of the logits; this counts the row blocks of the head that they let
                                   through */
     const int32_t *layers;     /* [active_count], ascending */
-    const uint8_t *active;     /* [active_count][tokens] of RUN_ATTENTION | RUN_MLP, or NULL: all run both */
+    const uint8_t *active;     /* [active_count][tokens] of RUN_ATTENTION or RUN_STORE, and RUN_MLP; or NULL: all run both sublayers */
     const int32_t *start;      /* [active_count][tokens] positions that are no longer stored, or NULL: none */
     void *const *keys;         /* [num_layers] of [rows, kv_heads, capacity, head_dim] */
     void *const *values;
