@@ -107,7 +107,8 @@ typedef struct {
     float out_scales[3];            /* factors of what attention, a recurrence and an MLP add, beside residual_scale */
     int32_t differential;           /* whether attention is: of heads 2h and 2h + 1 of queries, half as long as keys are, one reads the first
                                        half of a key, the other the second, and their outputs become one */
-    int32_t gated_attention;        /* whether attention's outputs are multiplied by sigmoids of the rows of qkv after those of q */
+    int32_t gate_rows;              /* rows of qkv after those of q, by whose sigmoids attention's outputs are multiplied: each by its own, or
+                                       all of a head by one; 0: none */
     int32_t inputs, channels, outputs; /* of the widest recurrence; 0: there is none */
     int32_t experts, top, expert_ffn, latent; /* the most of any layer; 0: there are none, or no projections */
     const ShoalLayer *layers;
