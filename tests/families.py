@@ -109,6 +109,8 @@ RECURRENT_RELATIVES: dict[str, tuple[str, dict[str, Any]]] = {
     "recurrent_gemma": ("recurrent_gemma", {**_UNGROUPED, "num_key_value_heads": 1, "attention_window_size": WINDOW,
                                             "intermediate_size": 96, "lru_width": 48}),
     "falcon_mamba": ("falcon_mamba", {"vocab_size": VOCAB, "hidden_size": HIDDEN, "state_size": 8}),
+    "lfm3": ("lfm3", {**_GROUPED, **_HEAD_DIM, "sliding_window": WINDOW,
+                      "layer_types": ["conv", "sliding_attention", "full_attention", "conv"]}),
 }
 """More of them, for tests of what they add to the packed layers."""
 

@@ -156,6 +156,13 @@ def test_saved_folders_are_read_by_their_own_names(family: str, tmp_path: Path) 
         model, kernels=native.available()), ids, (20,)))
 
 
+@pytest.mark.parametrize("change", [{"use_attention_gate": False}, {"use_sandwich_norm": False},
+                                    {"attention_bias": True}], ids=str)
+def test_other_forms_of_lfm3_are_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(Unsupported, match="'lfm3': it lacks gates"):
+        shape_of(tiny("lfm3", dtype=torch.float32, layers=LAYERS, **change).config)
+
+
 @pytest.mark.parametrize("family", PACKED_RECURRENT)
 def test_missing_and_surplus_tensors_are_refused(family: str) -> None:
     model = tiny(family, dtype=torch.float32, layers=LAYERS)

@@ -59,10 +59,11 @@ def projected(
         if tables is not None:
             q, k = rotate(q, *tables), rotate(k, *tables)
         return q, k, k[..., :0], gate
-    qkv = lines.view(len(x), -1, shape.head_dim)
-    sizes = [shape.heads] * (1 + shape.gated_attention)
-    q, *rest = qkv.split([*sizes, *[shape.kv_heads] * (2 if qkv.shape[1] > sum(sizes) else 0)], dim=1)
-    gate = rest.pop(0) if shape.gated_attention else None
+    query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    sizes = [query, *[shape.gate_rows] * bool(shape.gate_rows)]
+    parts = lines.split([*sizes, *[key] * (2 if lines.shape[1] > sum(sizes) else 0)], dim=1)
+    gate = parts[1].view(len(x), shape.heads, -1) if shape.gate_rows else None
+    q, *rest = (part.view(len(x), -1, shape.head_dim) for part in (parts[0], *parts[len(sizes) :]))
     if layer.q_norm is not None:
         q = norm_heads(q, layer.q_norm, shape.eps)
     if tables is not None:

@@ -105,12 +105,14 @@ class ModelKind:
         names: of its tensors.
         gated_attention: whether the rows of q in the checkpoint are, head by head, q and a gate of the outputs.
         layer_norms: whether the norms are LayerNorms with biases (arXiv 1607.06450) instead of RMSNorms.
+        head_gates: whether attention's outputs are gated head by head, by a matrix of as many rows.
     """
 
     layers: Mapping[str, LayerKind] = field(default_factory=lambda: MappingProxyType({"": LayerKind()}))
     names: Names = Names()
     gated_attention: bool = False
     layer_norms: bool = False
+    head_gates: bool = False
 
     def of(self, text: Any) -> tuple[LayerKind, ...]:
         """The kind of each layer of a config."""
@@ -172,6 +174,8 @@ MIXTURES: Mapping[str, ModelKind] = MappingProxyType({
 _LFM2 = _with("short_conv", Norms("operator_norm", "ffn_norm"), Names(
     final_norm="embedding_norm", mixer="conv.", mlp="feed_forward.", out="out_proj",
     head_norms=("q_layernorm", "k_layernorm"), gate_up=("w1", "w3"), down="w2"))
+_LFM3 = _with("short_conv", Norms("operator_norm", "ffn_norm", "post_operator_norm", "post_ffn_norm"), replace(
+    _LFM2.names, out="o_proj", head_norms=("q_norm", "k_norm")), head_gates=True)
 HYBRIDS: Mapping[str, ModelKind] = MappingProxyType({
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), _with(
         "gated_delta", Norms(), Names(mixer="linear_attn."), gated_attention=True)),
@@ -179,6 +183,8 @@ HYBRIDS: Mapping[str, ModelKind] = MappingProxyType({
                                                "full_attention": LayerKind(norms=_AFTER)}),
                              Names(mixer="linear_attn.")),
     **dict.fromkeys(("lfm2", "lfm2_moe"), _LFM2),
+    "lfm3": replace(_LFM3, layers=MappingProxyType({
+        **_LFM3.layers, "sliding_attention": _LFM3.layers["full_attention"]})),
     "bamba": _with("mamba2", _BEFORE_FF, _BAMBA),
     "falcon_h1": ModelKind(MappingProxyType({"": LayerKind(("attention", "mamba2"), norms=_BEFORE_FF)}), _BAMBA),
     "granitemoehybrid": _with("mamba2", Norms(), Names(mixer="mamba.", mlp="shared_mlp.", joined="input_linear",

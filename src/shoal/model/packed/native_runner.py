@@ -272,8 +272,9 @@ class NativeRunner(PackedRunner):
         for layer in range(self.num_layers):
             attention = [chunk.running(chunk.plan.attention[layer]) for chunk in chunks]
             mlp = [chunk.running(chunk.plan.mlp[layer]) for chunk in chunks]
-            keeps = self.shape.source(layer) is None
-            flags = _flags(chunks, attention, mlp)
+            if not any(attention) and not any(mlp):
+                continue
+            flags, keeps = _flags(chunks, attention, mlp), self.shape.source(layer) is None
             if layer >= late:
                 flags = _late_flags(chunks, flags, keeps)
             if any(flags):

@@ -38,8 +38,9 @@ class PlainSteps:
     def __init__(
         self, decoder: native.NativeModel, states: NativeStates | None, attends: Sequence[bool], shape: Shape
     ) -> None:
-        self._decoder, self._states, self._attends, self._shape = decoder, states, attends, shape
-        self._keeping = shape.keeping
+        self._decoder, self._states, self._shape, self._keeping = decoder, states, shape, shape.keeping
+        self._keeps = [shape.source(layer) is None for layer in range(shape.num_layers)]
+        self._stores = [attends[layer] and keeps for layer, keeps in enumerate(self._keeps)]
         self._seqs: list[int] = []
         self._layers: tuple[int, ...] = ()
         self._kv: native.KVBinding | None = None
@@ -71,13 +72,12 @@ class PlainSteps:
         if self._shape.sources:
             for chunk in chunks:
                 chunk.plan.check_sources(self._shape.sources)
-            kept = [store for layer, store in zip(layers, stores, strict=True) if self._shape.source(layer) is None]
+            kept = [store for layer, store in zip(layers, stores, strict=True) if self._keeps[layer]]
             read = read_stores(self._shape, layers, cache)
         if self._states is not None:
-            pairs = [(layer, store) for layer, store in zip(layers, stores, strict=True)
-                     if self._shape.source(layer) is None]
-            storing = [store for layer, store in pairs if self._attends[layer]]
-            others = [store for layer, store in pairs if not self._attends[layer]]
+            storing = [store for layer, store in zip(layers, stores, strict=True) if self._stores[layer]]
+            others = [store for layer, store in zip(layers, stores, strict=True)
+                      if self._keeps[layer] and not self._stores[layer]]
         room = _room(storing, seqs, positions)
         if not room or not _read(others, seqs, positions):
             return None

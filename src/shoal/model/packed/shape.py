@@ -70,6 +70,7 @@ class Shape:
         kinds: the kind of each layer; empty if all are Llama's.
         names: of the checkpoint's tensors.
         gated_attention: whether attention's outputs are gated, by rows of the fused projection after those of q.
+        head_gates: whether they are gated head by head, by a row for each there.
         gate_scale: factor of the MLP's gate before its activation.
         out_scales: further factors of what attention, a recurrence and the MLP add to the residual stream.
         kept: factors of the normed states to which attention, a recurrence and the MLP add, instead of adding to the
@@ -106,6 +107,7 @@ class Shape:
     kinds: tuple[LayerKind, ...] = ()
     names: Names = Names()
     gated_attention: bool = False
+    head_gates: bool = False
     gate_scale: float = 1.0
     out_scales: tuple[float, float, float] = (1.0, 1.0, 1.0)
     kept: tuple[float, float, float] | None = None
@@ -166,12 +168,17 @@ class Shape:
         """Whether every layer is attention and a gated MLP as Llama has them, as the kernels for GPUs need it."""
         whole = all(kind.mixers == _PLAIN.mixers and kind.gated_mlp and not kind.experts for kind in self.kinds)
         whole = whole and not self.layer_norms and not self.sources and self.kept is None and self.latent is None
-        return whole and not self.gated_attention and self.gate_scale == 1.0 and self.out_scales == (1.0, 1.0, 1.0)
+        return whole and not self.gate_rows and self.gate_scale == 1.0 and self.out_scales == (1.0, 1.0, 1.0)
 
     @property
     def qkv_rows(self) -> int:
         """Outputs of the fused q/k/v projection."""
-        return (self.heads * (1 + self.gated_attention) + 2 * self.kv_heads) * self.head_dim
+        return (self.heads + 2 * self.kv_heads) * self.head_dim + self.gate_rows
+
+    @property
+    def gate_rows(self) -> int:
+        """Rows of gates in the fused projection."""
+        return self.heads * (self.head_dim if self.gated_attention else 1 if self.head_gates else 0)
 
 
 def shape_of(config: Any, dtype: torch.dtype = torch.float64) -> Shape:
@@ -232,6 +239,7 @@ def shape_of(config: Any, dtype: torch.dtype = torch.float64) -> Shape:
         kinds=kinds,
         names=MODELS[text.model_type].names,
         gated_attention=MODELS[text.model_type].gated_attention,
+        head_gates=MODELS[text.model_type].head_gates,
         experts=expert_shape(text),
         latent=latent,
         layer_norms=MODELS[text.model_type].layer_norms,
@@ -262,6 +270,9 @@ def _special(text: Any, shape: Shape) -> dict[str, Any]:
                              for part in ("full_attn", "linear_attn", "mlp"))
         kept, added = zip(full, linear, mlp, strict=True)
         return {"kept": tuple(map(float, kept)), "out_scales": tuple(map(float, added))}
+    if kind == "lfm3" and (text.attention_bias or not (text.use_attention_gate and text.use_sandwich_norm)):
+        raise _misfit(text, "it lacks gates (use_attention_gate) or norms (use_sandwich_norm), or its attention has "
+                            "biases (attention_bias)")
     if kind == "lfm2":
         return {"ffns": (_lfm2_width(text),) * shape.num_layers}
     if kind == "granitemoehybrid":
@@ -302,7 +313,7 @@ def _rotary_dim(head_dim: int, latent: LatentSizes | None, ropes: dict[str | Non
     rope = next(iter(ropes.values()), {})
     if latent is not None:
         return latent.rotated if rope else 0
-    return int(head_dim * rope.get("partial_rotary_factor", 1.0))
+    return int(head_dim * _rotated(rope))
 
 
 def _residual_scale(text: Any) -> float:
@@ -331,7 +342,13 @@ def _rotary(text: Any, kinds: list[str | None]) -> tuple[int | None, ...]:
         return (None,) * len(flags)
     if kinds == [None]:
         return tuple(0 if flag else None for flag in flags)
-    return tuple(kinds.index(kind) if flag else None for kind, flag in zip(text.layer_types, flags, strict=True))
+    return tuple(kinds.index(kind) if flag and kind in kinds else None
+                 for kind, flag in zip(text.layer_types, flags, strict=True))
+
+
+def _rotated(rope: dict[str, Any]) -> float:
+    """The share of a head's dimensions that a table has; a proportional one turns some of them by nothing."""
+    return 1.0 if rope.get("rope_type") == "proportional" else float(rope.get("partial_rotary_factor", 1.0))
 
 
 def _misfit(config: Any, why: str) -> Unsupported:
@@ -341,12 +358,10 @@ def _misfit(config: Any, why: str) -> Unsupported:
 def ropes_of(text: Any) -> dict[str | None, dict[str, Any]]:
     """Rotary parameters by type of layer; None stands for all types. Empty if nothing is rotated."""
     rope = getattr(text, "rope_parameters", None) or {}
-    if text.model_type in HYBRIDS and rope.get("rope_theta") is None:
-        return {}
-    kinds = sorted(set(getattr(text, "layer_types", None) or ()))
-    if kinds and set(kinds) <= set(rope):
+    kinds = [kind for kind in sorted(set(getattr(text, "layer_types", None) or ())) if kind in rope]
+    if kinds:
         return {kind: rope[kind] for kind in kinds}
-    return {None: rope}
+    return {} if text.model_type in HYBRIDS and rope.get("rope_theta") is None else {None: rope}
 
 
 class RotaryTable:

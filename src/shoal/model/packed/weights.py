@@ -36,7 +36,7 @@ _NO_BIAS = ("mistral", "ministral", "phi3", "exaone4", "lfm2", "nemotron_h")
 _NO_OUT_BIAS = ("qwen2", "glm", "glm4", "helium", "qwen2_moe", "glm4_moe")
 _MLP_BIAS = ("llama", "granite", "smollm3", "seed_oss", "helium", "bamba", "falcon_h1", "nemotron_h")
 _HEAD_NORMS = ("qwen3", "gemma3_text", "olmo2", "olmo3", "exaone4", "qwen3_5_text", "lfm2", "olmo_hybrid", "qwen3_moe",
-               "olmoe", "qwen3_next", "qwen3_5_moe_text", "lfm2_moe")
+               "olmoe", "qwen3_next", "qwen3_5_moe_text", "lfm2_moe", "lfm3")
 _FUSED = ("phi3", "glm", "glm4", "granitemoehybrid", "phi4flash")
 _QKV = ("q_proj", "k_proj", "v_proj")
 _INNER = "inner_cross_attn."
@@ -108,7 +108,7 @@ def _block(text: Any, shape: Shape, layer: int) -> Iterator[Forms]:
         for forms in latent_names(shape.latent, bool(text.attention_bias)):
             yield tuple(tuple(attention + name for name in form) for form in forms)
     elif kind.attends:
-        yield _joining([attention + part for part in _QKV], attention + names.qkv, model == "phi3")
+        yield _joining([attention + part for part in _projections(shape)], attention + names.qkv, model == "phi3")
     if kind.gated_mlp:
         yield _joining([mlp + part for part in names.gate_up], mlp + names.joined, model in _FUSED)
     if kind.plain_mlp:
@@ -129,6 +129,11 @@ def _block(text: Any, shape: Shape, layer: int) -> Iterator[Forms]:
                     if shape.latent is None or part not in _QKV)
     if kind.has_mlp and (model == "recurrent_gemma" or (model in _MLP_BIAS and text.mlp_bias)):
         yield from (_one(f"{mlp}{part}.bias") for part in (*names.gate_up[kind.plain_mlp :], names.down))
+
+
+def _projections(shape: Shape) -> tuple[str, ...]:
+    """The matrices of attention, in the order of the fused projection."""
+    return (_QKV[0], *["g_proj"] * shape.head_gates, *_QKV[1:])
 
 
 def _mlp_of(shape: Shape, layer: int) -> str:
@@ -347,7 +352,8 @@ class Packer:
     def _attention(self, layer: Layer, name: str) -> None:
         shape = self._shape
         query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        rows = dict(zip(_QKV, (query * (1 + shape.gated_attention), key, key), strict=True))
+        gates = [shape.gate_rows] * shape.head_gates
+        rows = dict(zip(_projections(shape), (query * (1 + shape.gated_attention), *gates, key, key), strict=True))
         qkv = {name + part: count for part, count in rows.items()}
         layer.qkv = self._joined(name + shape.names.qkv, qkv, "matrix")
         layer.out = self.pack({f"{name}{shape.names.out}.weight": shape.hidden}, query, "matrix")

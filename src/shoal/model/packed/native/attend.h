@@ -284,6 +284,17 @@ INLINE void gate_by_sigmoid(const float *gate, int dim, float *out) {
     }
 }
 
+/* Gate a head's output by its numbers, or its one number, among those of all heads. */
+INLINE void gate_output(const ShoalModel *m, const float *gates, int head, float *out) {
+    const int dim = m->head_dim;
+    if (m->gate_rows == m->heads * dim) {
+        gate_by_sigmoid(gates + head * dim, dim, out);
+        return;
+    }
+    const float gate = 1.0f / (1.0f + expf(-gates[head]));
+    for (int j = 0; j < dim; j++) out[j] *= gate;
+}
+
 static void merge_head(const Run *r, int entry, const Chosen *c, const Segment *s, int i, int head, float *out) {
     const int dim = r->m->head_dim, parts = listed_parts(r, entry, c->token[i]), splits = parts ? parts : s->splits;
     float peak = -INFINITY, total = 0;
@@ -311,7 +322,7 @@ static void merge_splits(const Worker *w, int entry, const Chosen *c, const Segm
         const int i = k / heads, head = k % heads * together;
         float *out = r->attended + (int64_t)k * dim, second[MAX_HEAD_DIM];
         merge_head(r, entry, c, s, i, head, out);
-        if (r->m->gated_attention) gate_by_sigmoid(r->qkv + i * r->qkv_line + (heads + head) * dim, dim, out);
+        if (r->m->gate_rows) gate_output(r->m, r->qkv + i * r->qkv_line + heads * dim, head, out);
         if (!r->m->differential) continue;
         merge_head(r, entry, c, s, i, head + 1, second);
         subtract_pair(r->m->layers + r->b->layers[entry], out, second, dim);

@@ -50,7 +50,7 @@ from shoal.model.packed.shape import Shape
 from shoal.model.packed.weights import Layer, Weights
 
 _SIZES = ("hidden", "heads", "kv_heads", "head_dim", "rotary_dim", "vocab", "eps", "attention_scale", "residual_scale",
-          "embedding_scale", "logit_scale", "gate_scale", "gated_attention")
+          "embedding_scale", "logit_scale", "gate_scale")
 """What a model's struct has of its `Shape` under the same names."""
 _ROUTING = ("count", "top", "groups", "top_groups", "best", "sigmoid", "normalised", "added", "least", "scale")
 """What the struct of a mixture has of its `Routing` under the same names."""
@@ -494,6 +494,7 @@ class NativeModel:
         for name in _SIZES:
             setattr(struct, name, getattr(shape, name))
         (struct.kv_heads, struct.head_dim), struct.differential = shape.keys, shape.differential
+        struct.gate_rows = shape.gate_rows
         struct.attention_cap, struct.logit_cap = shape.attention_cap or 0.0, shape.logit_cap or 0.0
         struct.out_scales = (c_float * 3)(*shape.out_scales)
         struct.keeps, struct.kept = shape.kept is not None, (c_float * 3)(*shape.kept or ())

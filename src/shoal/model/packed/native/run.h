@@ -67,7 +67,7 @@ typedef struct {
 INLINE int query_dim(const ShoalModel *m) { return m->differential ? m->head_dim / 2 : m->head_dim; }
 
 /* Where the keys begin among the outputs of the fused projection before attention, and the number of all. */
-INLINE int first_key(const ShoalModel *m) { return m->heads * (1 + m->gated_attention) * query_dim(m); }
+INLINE int first_key(const ShoalModel *m) { return m->heads * query_dim(m) + m->gate_rows; }
 INLINE int qkv_rows(const ShoalModel *m) { return first_key(m) + 2 * m->kv_heads * m->head_dim; }
 
 /* The tokens of a batch that run a part of a layer, in order. */

@@ -123,7 +123,8 @@ typedef struct {
     float kept[3];                  /* by sublayer like out_scales */
     int32_t differential;           /* whether attention is: of heads 2h and 2h + 1 of queries, half as long as keys are, one reads the first
                                        half of a key, the other the second, and their outputs become one */
-    int32_t gated_attention;        /* whether attention's outputs are multiplied by sigmoids of the rows of qkv after those of q */
+    int32_t gate_rows;              /* rows of qkv after those of q, by whose sigmoids attention's outputs are multiplied: each by its own, or
+                                       all of a head by one; 0: none */
     int32_t inputs, channels, outputs; /* of the widest recurrence; 0: there is none */
     int32_t raw, wide, opened; /* of latent attention: rows of qkv, of widen, and of all outputs together; 0: values are apart from keys */
     int32_t experts, top, expert_ffn, latent; /* the most of any layer; 0: there are none, or no projections */
