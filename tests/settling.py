@@ -35,8 +35,12 @@ class Bitmap(KVForm):
 
     sparsity: float
 
+    def kept(self, size: int) -> int:
+        """Numbers that stay of so many."""
+        return size - int(self.sparsity * size + 1e-9)
+
     def mask(self, values: Tensor) -> Tensor:
-        count = values.shape[-1] - int(self.sparsity * values.shape[-1] + 1e-9)
+        count = self.kept(values.shape[-1])
         places = values.float().abs().argsort(dim=-1, descending=True, stable=True)[..., :count]
         return torch.zeros_like(values, dtype=torch.bool).scatter(-1, places, True)
 
@@ -44,7 +48,7 @@ class Bitmap(KVForm):
         mask = self.mask(values)
         padded = torch.nn.functional.pad(mask, (0, -mask.shape[-1] % WORD))
         bits = torch.from_numpy(np.packbits(padded.numpy(), axis=-1, bitorder="little"))
-        return bits, values[mask].view(*values.shape[:-1], -1)
+        return bits, values[mask].view(*values.shape[:-1], self.kept(values.shape[-1]))
 
     def decode(self, parts: Sequence[Tensor]) -> Tensor:
         bits, numbers = parts

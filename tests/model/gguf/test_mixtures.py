@@ -15,6 +15,7 @@ from gguf_fixtures import IDS, MadeHybrid
 from shoal.errors import Unsupported
 from shoal.model.gguf.config import config_of
 from shoal.model.gguf.file import GgufFile
+from shoal.model.gguf.hybrids import periodic
 from shoal.model.gguf.source import GgufSource
 from shoal.model.packed import native, repacked
 from shoal.model.packed.build import build
@@ -92,6 +93,13 @@ def test_woven_experts_are_kept(architecture: str, tmp_path: Path, monkeypatch: 
         monkeypatch.setattr(native, "pack_blocks", refused)
     assert len(list(repacked.cache_folder().iterdir())) == 1  # type: ignore[union-attr]
     assert torch.equal(*found)
+
+
+def test_layers_at_unequal_distances_are_refused() -> None:
+    assert [periodic("{}", layers, 4) for layers in ([1, 3], [2], [0, 1, 2, 3])] == [(1, 2), (2, 4), (0, 1)]
+    for layers in ([0, 1, 3], [0, 2, 3], [2, 3]):
+        with pytest.raises(Unsupported, match=f"layers {', '.join(map(str, layers))} have experts: transformers"):
+            periodic("a file whose layers {} have experts", layers, 4)
 
 
 def again(tmp_path: Path) -> tuple[Any, GgufSource]:
