@@ -83,7 +83,18 @@ FILES = [
     *(Made("llama", kind) for kind in ("Q4_K", "Q5_K", "Q6_K")),
     *(Made(model, "Q4_K_M", pure=False) for model in ("llama", "qwen2", "gemma3")),
     Made("llama", "Q4_K_S", pure=False),
+    Made("llama", "newer", pure=False),
 ]
+NEWER = ("Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_M", "IQ1_S",
+         "TQ2_0", "TQ1_0", "MXFP4", "NVFP4")
+"""Types of the matrices of the file "newer", by turns in the order of `matrices_of`: what the other files lack, but for
+two that the `gguf` package does not read."""
+
+
+def matrices_of(model: Any) -> list[str]:
+    """The file's names of the matrices in a model's layers."""
+    matrices = (name for name, weight in model.named_parameters() if weight.dim() == 2 and ".layers." in name)
+    return [file_name(name, "llama") for name in matrices]
 
 
 _PAIR = {"num_attention_heads": 2, "num_key_value_heads": 1}
@@ -239,7 +250,8 @@ def model_of(made: Made) -> Any:
     """
     count = len(words_of(made.architecture)["tokenizer.ggml.tokens"])
     sizes = {**_SHAPES[made.model], "vocab_size": count}
-    model = copy.deepcopy(tiny(made.architecture, dtype=torch.float32, layers=1, **sizes))
+    layers = 3 if made.kind == "newer" else 1
+    model = copy.deepcopy(tiny(made.architecture, dtype=torch.float32, layers=layers, **sizes))
     generator = torch.Generator().manual_seed(len(made.model))
     gemma = made.architecture == "gemma3"
     embedding = 0.3 if gemma else 0.3 * model.config.hidden_size**0.5

@@ -113,7 +113,7 @@ UNSOUND = {
     "same name": (with_tensors(info("a"), info("a", offset=32)), "'a' occurs twice"),
     "version 1": (head(version=1), "version 1"),
     "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big-endian"),
-    "type 10": (with_tensors(info(kind=10, shape=(256,))), "of type Q2_K.*Shoal reads F32"),
+    "type 15": (with_tensors(info(kind=15, shape=(256,))), "of type Q8_K.*Shoal reads F32"),
     "type 99": (with_tensors(info(kind=99)), "of type 99"),
 }
 

@@ -13,7 +13,7 @@ from shoal.model.packed.native.build import BuildError, build, openmp_runtime, p
 
 KINDS = (
     "fp32", "bf16", "fp16", "int8", "int4", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "upper", "rough",
-    "q4_k", "q5_k", "q6_k",
+    "iq4_nl", "mxfp4", "q4_k", "q5_k", "q6_k", "q2_k", "q3_k", "iq2", "iq1", "iq4_xs", "iq3_s", "iq3_xxs",
 )
 ACTIVATIONS = ("silu", "gelu_tanh", "relu2")
 MAX_TOKENS, MAX_NODES = 256, 64
