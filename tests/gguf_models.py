@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import random
 import re
 import struct
 from collections.abc import Mapping, Sequence
@@ -32,6 +33,7 @@ TYPES = {"F32": (0, 1, 4), "F16": (1, 1, 2), "BF16": (30, 1, 2), "Q4_0": (2, 32,
 QUANTISED = tuple(name for name, (_, values, _) in TYPES.items() if values > 1)
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "granite", "smollm3", "olmo2")
 ALIGNMENT = 32
+BIG = 1 << 62
 _SIZES = {"hidden_size": 256, "intermediate_size": 256}
 
 Raw = tuple[str, Sequence[int], bytes]
@@ -48,6 +50,8 @@ def value(found: Any) -> bytes:
     """A metadata value behind its type; lists are arrays of int32, float32, bool or strings."""
     if isinstance(found, bool):
         return struct.pack("<I?", 7, found)
+    if isinstance(found, numpy.uint16 | numpy.int32):
+        return struct.pack("<IH", 2, found) if isinstance(found, numpy.uint16) else struct.pack("<Ii", 5, found)
     if isinstance(found, int):
         return struct.pack("<II", 4, found)
     if isinstance(found, float):
@@ -191,10 +195,11 @@ def metadata_of(architecture: str, config: Any) -> dict[str, Any]:
 
 
 def write_model(architecture: str, path: Path, kind: str | Sequence[str] = "F32", *,
-                extra: Mapping[str, Any] | None = None, model: Any = None) -> dict[str, Tensor]:
+                extra: Mapping[str, Any] | None = None, model: Any = None, parts: int = 1) -> dict[str, Tensor]:
     """Write a tiny model; returns the state dict of the transformers model that it equals.
 
-    Matrices are of one type, or of several types in turn.
+    Matrices are of one type, or of several types in turn. With several parts, `path` stands for all of them, and each
+    gets tensors by turns.
     """
     model = model or tiny_model(architecture)
     config, state, tensors = model.config, {}, {}
@@ -209,8 +214,45 @@ def write_model(architecture: str, path: Path, kind: str | Sequence[str] = "F32"
         if turned is not None and architecture in INTERLEAVED:
             data = data.view(turned, 2, len(data) // turned // 2, -1).transpose(1, 2).reshape(data.shape)
         tensors[file_name(name, architecture)] = (used, tuple(tensor.shape), data.contiguous().numpy().tobytes())
-    path.write_bytes(gguf_bytes({**metadata_of(architecture, config), **(extra or {})}, tensors))
+    metadata = {**metadata_of(architecture, config), **(extra or {})}
+    for part in range(parts):
+        own = {} if parts == 1 else split_entries(part, parts, len(tensors))
+        some = dict(list(tensors.items())[part::parts])
+        part_of(path, part, parts).write_bytes(gguf_bytes({**(metadata if part == 0 else {}), **own}, some))
     return state
+
+
+def split_entries(part: int, parts: int, tensors: int) -> dict[str, Any]:
+    """What a part of a model says of the others; part 0 is the first."""
+    return {"split.no": numpy.uint16(part), "split.count": numpy.uint16(parts),
+            "split.tensors.count": numpy.int32(tensors)}
+
+
+def part_of(path: Path, part: int, parts: int) -> Path:
+    """The path of a part; part 0 is the first."""
+    return path if parts == 1 else path.with_name(f"{path.stem}-{part + 1:05}-of-{parts:05}.gguf")
+
+
+def fuzzed(raw: bytes, rng: random.Random, end: int) -> bytes:
+    """Some bytes of the header changed, set to extremes, cut out, doubled; or the file cut."""
+    found = bytearray(raw)
+    for _ in range(rng.randint(1, 4)):
+        place = rng.randrange(min(end, len(found)))
+        way = rng.randrange(6)
+        if way == 0:
+            found[place] = rng.randrange(256)
+        elif way == 1:
+            found[place : place + 8] = struct.pack("<Q", rng.choice([0, 1, BIG, (1 << 64) - 1, 1 << 32, len(raw)]))
+        elif way == 2:
+            found[place : place + 4] = struct.pack("<I", rng.choice([0, 1, 8, 9, 12, 13, 1 << 31, (1 << 32) - 1]))
+        elif way == 3:
+            del found[place : place + rng.randint(1, 16)]
+        elif way == 4:
+            found[place:place] = found[place : place + rng.randint(1, 64)]
+        else:
+            del found[rng.randrange(len(found)) :]
+            found = found or bytearray(b"G")
+    return bytes(found)
 
 
 def _encoded(tensor: Tensor, kind: str, seed: int, architecture: str) -> tuple[Tensor, Tensor]:

@@ -146,6 +146,7 @@ class TensorInfo:
         shape: in torch's order; the last dimension is contiguous.
         offset: its first byte in the file.
         nbytes: its size in bytes.
+        part: number of the file that it is in, of a model in several files.
     """
 
     name: str
@@ -153,6 +154,7 @@ class TensorInfo:
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+    part: int = 0
 
 
 @dataclass(frozen=True)

@@ -149,6 +149,11 @@ class GgufSource(Source):
         """The path of the file."""
         return self._file.path
 
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """Of all its parts."""
+        return self._file.paths
+
     def type_of(self, name: str) -> GgmlType:
         """The type of a tensor; KeyError if there is none of that name."""
         return self._info(name).type

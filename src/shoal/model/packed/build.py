@@ -134,7 +134,7 @@ def file_packer(
     if grown := ", ".join(sorted({f"{kind.name} as {native.kind_of_type(kind)}" for kind, _ in matrices
                                   if native.kind_of_type(kind).upper() != kind.name and not kind.is_float})):
         log.info("some matrices are held in another form of the same numbers: %s", grown)
-    kept = Repacked(source.path, most)
+    kept = Repacked(source.paths, most)
     return NativeFilePacker(source, kept, read), kept
 
 
