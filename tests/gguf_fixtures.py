@@ -131,11 +131,14 @@ _MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4moe": ("glm4_moe", {**_PAIR, "head_dim": 32, "n_routed_experts": 3, "num_experts_per_tok": 2, "n_group": 1,
                              "topk_group": 1, "use_qk_norm": True, "attention_bias": True}),
     "granitehybrid-moe": ("granite4_moe", {**_HYBRIDS["granitehybrid"][1], **_LOCAL}),
+    "gpt-oss": ("gpt_oss", {**_PAIR, **_LOCAL, "head_dim": 32, "swiglu_limit": 7.0, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
+        "truncate": False, "original_max_position_embeddings": 198}}),  # where llama.cpp, which truncates, is near
     "qwen35moe": ("qwen3_5_moe", {**_HYBRIDS["qwen35"][1], **_FEW}),
     "qwen3next": ("qwen3_next", {**_HYBRIDS["qwen35"][1], **_FEW}),
     "lfm2moe": ("lfm2_moe", {**_PAIR, **_FEW, "layer_types": ["conv", "full_attention"]}),
 }
-"""The same with experts; hybrids and GLM have two layers, others one."""
+"""The same with experts; hybrids, GLM and gpt-oss have two layers, others one."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +181,7 @@ class MadeHybrid(InFolder):
             sizes["moe_intermediate_size"] = width
         if self.architecture == "qwen35moe":
             del sizes["intermediate_size"]
-        layers = 2 if family in (*MIXED_RECURRENT, "glm4_moe") else 1
+        layers = 2 if family in (*MIXED_RECURRENT, "glm4_moe", "gpt_oss") else 1
         return self._drawn(tiny(family, dtype=torch.float32, layers=layers, **{
             **sizes, **own.get(self.architecture, {}), "vocab_size": count}))
 
@@ -194,6 +197,7 @@ class MadeHybrid(InFolder):
 
 
 HYBRIDS = [MadeHybrid(architecture, kind) for architecture in (*_HYBRIDS, *_MIXTURES) for kind in ("F16", "Q4_K_M")]
+HYBRIDS.append(MadeHybrid("gpt-oss", "MXFP4_MOE"))
 
 
 def _drawn(name: str, parameter: Tensor, generator: torch.Generator) -> Tensor:
@@ -202,7 +206,9 @@ def _drawn(name: str, parameter: Tensor, generator: torch.Generator) -> Tensor:
         return torch.rand(parameter.shape, generator=generator, dtype=torch.float64) * 2
     if re.search(r"\.(gate|router|shared_expert_gate)\.weight$", name):  # so that rounding changes no choice
         return 4 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / parameter.shape[1] ** 0.5
-    if ".experts." in name:
+    if name.endswith("sinks"):
+        return torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    if ".experts." in name and parameter.dim() > 2:
         return torch.stack([_matrix(one, generator) for one in [parameter.shape[1:]] * len(parameter)])
     if parameter.dim() != 2:
         middle = 1.0 if name.endswith(("norm.weight", ".D", "norm_f.weight")) else 0.0

@@ -173,7 +173,7 @@ def test_recurrent_layers_are_those_that_were_converted(made: MadeHybrid) -> Non
     for name, weight in model.state_dict().items():
         if name in found:
             exact = made.kind == "F16" or (weight.dim() != 2 and ".experts." not in name)
-            assert error(found[name], weight) < (1e-3 if exact else 0.1), name
+            assert error(found[name], weight) < (1e-3 if exact else 0.2 if made.kind == "MXFP4_MOE" else 0.1), name
 
 
 @pytest.mark.parametrize("made", [made for made in RUN if made.architecture == "qwen35"], ids=lambda made: made.name)

@@ -37,6 +37,9 @@ ASIDE = re.compile(r"(^|\.)rope_(freqs|factors_long|factors_short)\.weight$")
 """Tensors that only the rotary embedding reads."""
 _STACKED = re.compile(r"(.+\.layers\.\d+\.)(.+\.experts\.)(gate_up_proj|down_proj)")
 """The tensors of transformers' modules that have the matrices of all experts."""
+_TURNED = "mlp.experts.gate_up_proj_bias"
+_BIASES = {_TURNED: ("mlp.experts.gate_proj_bias", "mlp.experts.up_proj_bias")}
+"""The biases of gpt-oss's gates and ups, which its modules have by turns, and their parts."""
 _KEY_HEADS = {"in_proj_b": 0, "in_proj_a": 1}
 """Halves of a matrix whose rows are ordered by key heads."""
 
@@ -108,7 +111,11 @@ class GgufSource(Source):
         parts = self.parts(name)
         if _STACKED.fullmatch(name):
             places = dict.fromkeys(place for part in parts if (place := self._place(part)) is not None)
+            if self._family.model_type == "gpt_oss" and places:  # whose modules have columns for outputs
+                return _by_turns([self._file.values(place) for place in places]).mT
             return torch.cat([self._file.values(place) for place in places], 1) if places else None
+        if name.endswith(_TURNED):
+            return _by_turns([self[part] for part in parts]) if all(map(self.has, parts)) else None
         if name.endswith("in_proj_qkvz.weight"):
             return by_key_heads(self[parts[0]], self[parts[1]], self._config)
         if parts != (name,):
@@ -123,7 +130,7 @@ class GgufSource(Source):
             wanted = (DOWN,) if stacked[3] == "down_proj" else (GATE, UP)
             return tuple(stacked[1] + own.replace("#", "0") for own, place in self._family.layer.items()
                          if place in wanted)
-        for joined, parts in JOINED.items():
+        for joined, parts in {**JOINED, **_BIASES}.items():
             if name.endswith(joined):
                 return tuple(name.removesuffix(joined) + part for part in parts)
         return (name,)
@@ -235,3 +242,6 @@ class GgufSource(Source):
         return torch.arange(rows).view(heads, rows // heads // 2, 2).transpose(1, 2).flatten()
 
 
+def _by_turns(parts: list[Tensor]) -> Tensor:
+    """Matrices or vectors [experts, rows, ..] as one, whose rows are theirs by turns."""
+    return torch.stack(parts, 2).flatten(1, 2)

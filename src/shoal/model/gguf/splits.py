@@ -118,8 +118,8 @@ def _joined(headers: Sequence[Header], paths: Sequence[Path]) -> Header:
             raise _stray(path, paths[0], f"it says that all parts have {total} tensors")
     total = _whole(whole, _TENSORS, paths[0].name)
     if total is not None and total != len(tensors):
-        raise ValueError(f"the {count} parts of {paths[0].name!r} have {len(tensors)} tensors; it says {total}, so one is "
-                         "of another model or damaged. Fetch them again")
+        raise ValueError(f"the {count} parts of {paths[0].name!r} have {len(tensors)} tensors; it says {total}, so one "
+                         "is of another model or damaged. Fetch them again")
     return replace(whole, tensors=tensors)
 
 

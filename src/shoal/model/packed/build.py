@@ -24,6 +24,7 @@ from shoal.model.packed.repacked import Repacked
 from shoal.model.packed.runner import PackedRunner
 from shoal.model.packed.shape import REMEDY, RotaryTable, shape_of
 from shoal.model.packed.source import (
+    ExpertsByRows,
     FewerLayers,
     GatesBelow,
     HalvesPaired,
@@ -154,6 +155,8 @@ def build(
     file, plain = source.source if isinstance(source, FewerLayers) else source, source
     if config.get_text_config().model_type == "qwen3_next" and not isinstance(file, GgufSource):
         source = _apart(config.get_text_config(), source)
+    if config.get_text_config().model_type == "gpt_oss" and not isinstance(file, GgufSource):
+        source = ExpertsByRows(source)
     if config.model_type == "olmo_hybrid" and not isinstance(plain, ModelSource):
         source = OlmoHybridNames(source)
     if not isinstance(plain, ModelSource):  # a loaded model needs no check
@@ -201,7 +204,7 @@ def _pack_original(source: FewerLayers, pack: PackFile, names: Sequence[str], ro
 def check_unquantised(config: Any) -> None:
     """Refuse weights that are quantised according to their config; the packed block starts from plain ones."""
     kind = quantised_by(config)
-    if kind is not None:
+    if kind is not None and (config.model_type, kind) != ("gpt_oss", "mxfp4"):
         why = f"its config says that its weights are quantised by {kind!r}, and the packed block starts from plain ones"
         raise Unsupported(f"the packed backend for model type {config.model_type!r}", why, REMEDY)
 

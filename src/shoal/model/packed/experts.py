@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from shoal.model.layers.experts import Routing
+from shoal.model.layers.experts import ClampedUnit, Routing
 from shoal.model.packed.kinds import LayerKind
 
 
@@ -27,6 +27,8 @@ class ExpertNames:
         bias_rows: sizes of the vector's tensor before its last one.
         shared: of the MLP beside the experts, with the dot.
         shared_gate: of its gate's matrix, or None.
+        router_bias: of the vector that is added to the logits, or None.
+        biases: of the biases of all experts, each alternatively whole or in parts: gate and up, and down; or none.
     """
 
     router: tuple[str, ...] = ("mlp.gate.weight",)
@@ -37,6 +39,8 @@ class ExpertNames:
     bias_rows: tuple[int, ...] = ()
     shared: str = "mlp.shared_expert."
     shared_gate: str | None = None
+    router_bias: str | None = None
+    biases: tuple[tuple[tuple[str, ...], ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,8 @@ class ExpertKind:
         has: whether a layer has experts, by config and number of the layer.
         width: neurons of an expert, by config.
         shared: neurons of the MLP beside the experts, by config; 0 for none.
-        biased: whether the router has a bias, by config.
+        biased: whether the router has a bias of the choice, by config.
+        clamped: the gated unit, by config, if it is not an activation of the gate times up.
     """
 
     names: ExpertNames
@@ -58,6 +63,7 @@ class ExpertKind:
     width: Callable[[Any], int] = lambda text: int(text.moe_intermediate_size)
     shared: Callable[[Any], int] = lambda text: 0
     biased: Callable[[Any], bool] = lambda text: False
+    clamped: Callable[[Any], ClampedUnit | None] = lambda text: None
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,7 @@ class ExpertShape:
         names, routing: see `ExpertKind`.
         width: neurons of an expert.
         biased, gated: whether there are a bias of the choice, and a gate of the MLP beside.
+        clamped: the gated unit, or None.
     """
 
     names: ExpertNames
@@ -75,6 +82,7 @@ class ExpertShape:
     width: int
     biased: bool
     gated: bool
+    clamped: ClampedUnit | None = None
 
 
 def expert_shape(text: Any) -> ExpertShape | None:
@@ -83,7 +91,7 @@ def expert_shape(text: Any) -> ExpertShape | None:
     if kind is None or not any(kind.has(text, layer) for layer in range(text.num_hidden_layers)):
         return None
     return ExpertShape(kind.names, kind.routing(text), kind.width(text), kind.biased(text),
-                       kind.names.shared_gate is not None)
+                       kind.names.shared_gate is not None, kind.clamped(text))
 
 
 def with_experts(
@@ -146,6 +154,10 @@ _LFM2 = ExpertNames(
 _GLM = ExpertNames(bias=("mlp.gate.e_score_correction_bias",), shared="mlp.shared_experts.")
 _ERNIE = replace(_GLM, bias_rows=(1,), bias=("mlp.gate.moe_statics.e_score_correction_bias",
                                              "mlp.moe_statics.e_score_correction_bias"))
+_GPT_OSS = ExpertNames(
+    ("mlp.router.weight",), router_bias="mlp.router.bias",
+    biases=((("mlp.experts.gate_up_proj_bias",), ("mlp.experts.gate_proj_bias", "mlp.experts.up_proj_bias")),
+            (("mlp.experts.down_proj_bias",),)))
 
 EXPERTS: Mapping[str, ExpertKind] = MappingProxyType({
     "qwen2_moe": ExpertKind(_GATED, _softmax, _sparse_steps, shared=_shared_width),
@@ -160,6 +172,10 @@ EXPERTS: Mapping[str, ExpertKind] = MappingProxyType({
         _ERNIE, _ernie, lambda text, layer: (layer + 1) % text.moe_layer_interval == 0
         and text.moe_layer_start_index <= layer <= text.moe_layer_end_index, biased=lambda text: True,
         shared=lambda text: int(text.moe_intermediate_size * text.moe_num_shared_experts)),
+    "gpt_oss": ExpertKind(
+        _GPT_OSS, lambda text: Routing(text.num_local_experts, text.num_experts_per_tok),
+        width=lambda text: int(text.intermediate_size),
+        clamped=lambda text: ClampedUnit(float(text.swiglu_limit), float(text.swiglu_alpha))),
     "qwen3_next": ExpertKind(_GATED, _softmax, _sparse_steps, shared=_shared_width),
     "qwen3_5_moe_text": ExpertKind(_GATED, _softmax, shared=_shared_width),
     "lfm2_moe": ExpertKind(_LFM2, _lfm2, lambda text, layer: layer >= text.num_dense_layers,

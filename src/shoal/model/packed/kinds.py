@@ -161,7 +161,8 @@ LLAMA: Mapping[str, ModelKind] = MappingProxyType({
 """Model types whose layers are all attention and a gated MLP by Llama's names: the kernels run them."""
 
 MIXTURES: Mapping[str, ModelKind] = MappingProxyType(dict.fromkeys(
-    ("qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "granitemoe", "glm4_moe", "ernie4_5_moe"), ModelKind()))
+    ("qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "granitemoe", "glm4_moe", "ernie4_5_moe", "gpt_oss"),
+    ModelKind()))
 """Model types whose layers are attention and experts, or in some layers a gated MLP."""
 
 _LFM2 = _with("short_conv", Norms("operator_norm", "ffn_norm"), Names(

@@ -15,6 +15,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from typing_extensions import override
 
+from shoal.model.gguf.levels import FORMS
+
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _NUMBERED = re.compile(r"((?:[^.]+\.)*?)(\d+)(\..+)")
@@ -159,6 +161,44 @@ class GatesBelow(ChangedSource):
         if name.split(".")[-2] != "q_proj":
             return None
         return torch.arange(rows).view(-1, 2, self._head_dim).transpose(0, 1).flatten()
+
+
+class ExpertsByRows(ChangedSource):
+    """gpt-oss's experts as those of other models: rows are outputs, those of gates above those of ups.
+
+    Checkpoints and modules have columns for outputs, gates and ups by turns; published checkpoints have MXFP4 blocks in
+    rows (`_blocks`, `_scales`), whose numbers bfloat16 holds exactly.
+    """
+
+    _BY_TURNS, _MATRICES = "mlp.experts.gate_up_proj", ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+
+    @override
+    def names(self) -> list[str]:
+        return sorted({name.removesuffix("_blocks").removesuffix("_scales") for name in self._source.names()})
+
+    @override
+    def has(self, name: str) -> bool:
+        return self._source.has(name) or self._source.has(f"{name}_blocks")
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name.endswith(self._MATRICES):
+            rows = self._source[name].mT if self._source.has(name) else self._dequantised(name)
+            return _apart(rows) if name.endswith(self._BY_TURNS) else rows
+        tensor = self._source[name]
+        return _apart(tensor) if name.endswith(f"{self._BY_TURNS}_bias") else tensor
+
+    def _dequantised(self, name: str) -> Tensor:
+        """Bfloat16 [experts, rows, columns] from blocks [experts, rows, n, 16], two numbers a byte, the low one first."""
+        blocks, scales = self._source[f"{name}_blocks"], self._source[f"{name}_scales"]
+        numbers = torch.tensor(FORMS["mxfp4"].numbers, dtype=torch.float32) / 2
+        pairs = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2)
+        powers = torch.ldexp(torch.ones(scales.shape), scales.int() - 127)
+        return torch.flatten(numbers[pairs.int()] * powers.unsqueeze(-1), -2).bfloat16()
+
+
+def _apart(by_turns: Tensor) -> Tensor:
+    """Rows [experts, rows, ..] of two matrices, by turns, as one above the other."""
+    return torch.cat([by_turns[:, ::2], by_turns[:, 1::2]], 1)
 
 
 class OlmoHybridNames(ChangedSource):

@@ -35,7 +35,7 @@ _MLP_BIAS = ("llama", "granite", "smollm3", "seed_oss", "helium", "bamba", "falc
 _HEAD_NORMS = ("qwen3", "gemma3_text", "olmo2", "olmo3", "exaone4", "qwen3_5_text", "lfm2", "olmo_hybrid", "qwen3_moe",
                "olmoe", "qwen3_next", "qwen3_5_moe_text", "lfm2_moe")
 _FUSED = ("phi3", "glm", "glm4", "granitemoehybrid", "phi4flash")
-_QKV = ("q_proj", "k_proj", "v_proj")
+_QKV, _SINKS = ("q_proj", "k_proj", "v_proj"), "sinks"
 _INNER = "inner_cross_attn."
 _SUB_NORM = f"{_INNER}subln.weight"
 """What the names of differential attention's own tensors begin with, and that of its norm."""
@@ -120,6 +120,7 @@ def _block(text: Any, shape: Shape, layer: int) -> Iterator[Forms]:
         yield from (_one(f"{attention}{norm}.weight") for norm in names.head_norms)
     if kind.attends:
         yield from (_one(f"{attention}{part}.bias") for part in _biased(text, names.out))
+        yield from (_one(attention + _SINKS) for _ in range(shape.sinks))
     if kind.has_mlp and (model == "recurrent_gemma" or (model in _MLP_BIAS and text.mlp_bias)):
         yield from (_one(f"{mlp}{part}.bias") for part in (*names.gate_up[kind.plain_mlp :], names.down))
 
@@ -140,6 +141,11 @@ def _experts(experts: ExpertShape, beside: bool) -> Iterator[Forms]:
         yield tuple((bias,) for bias in names.bias)
     if beside and names.shared_gate is not None:
         yield _one(names.shared_gate)
+    if names.router_bias is not None:
+        yield _one(names.router_bias)
+    yield from names.biases
+
+
 def _norm_tensors(name: str, shape: Shape) -> Iterator[Forms]:
     yield from (_one(f"{name}.{part}") for part in (("weight", "bias") if shape.layer_norms else ("weight",)))
 
@@ -204,6 +210,7 @@ class Layer:
         attention_norm_bias, mlp_norm_bias: [hidden], biases of these norms, which then are LayerNorms, or None.
         differential: what differential attention has beside its matrices, or None.
         memory_unit: a gated memory unit instead of a recurrence, or None.
+        sinks: [heads], scores that belong to no token, or None.
     """
 
     qkv: Linear = field(default_factory=_nothing)
@@ -227,6 +234,7 @@ class Layer:
     mlp_norm_bias: Tensor | None = None
     differential: Differential | None = None
     memory_unit: GatedMemory | None = None
+    sinks: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -338,6 +346,8 @@ class Packer:
                                       for norm, width in zip(shape.names.head_norms, (query, key), strict=True))
         layer.qkv_bias = self._joined_bias(qkv)
         layer.out_bias = self._optional(f"{name}{shape.names.out}.bias", shape.hidden)
+        if shape.sinks:
+            layer.sinks = self.vector(name + _SINKS, shape.heads)
 
     def _differential(self, layer: Layer, index: int, name: str) -> None:
         """Differential attention; a layer that reads another one's keys and values has queries alone."""
@@ -375,8 +385,16 @@ class Packer:
             routing, self._packed_by(router, "router"),
             self._each(joined[0], {gate: shape.width, up: shape.width}, hidden, routing.count, "pair"),
             self._each(joined[1], {down: hidden}, shape.width, routing.count, "matrix"),
-            ACTIVATIONS[self._shape.activation], bias, gated,
+            ACTIVATIONS[self._shape.activation], bias, gated, shape.clamped,
+            None if names.router_bias is None else self.vector(layer + names.router_bias, routing.count),
+            *(self._biases(layer, forms, routing.count, size)
+              for forms, size in zip(names.biases, (2 * shape.width, hidden), strict=False)),
         )
+
+    def _biases(self, layer: str, forms: Forms, count: int, size: int) -> Tensor:
+        """The biases of all experts [count, size], as one tensor or in parts."""
+        held = next((form for form in forms if self._source.has(layer + form[0])), forms[0])
+        return torch.cat([self.vector(layer + name, count, size // len(held)) for name in held], 1)
 
     def _each(
         self, joined: Sequence[str], apart: Mapping[str, int], columns: int, count: int, role: Role

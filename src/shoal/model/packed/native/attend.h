@@ -284,10 +284,12 @@ INLINE void gate_by_sigmoid(const float *gate, int dim, float *out) {
 static void merge_splits(const Worker *w, int entry, const Chosen *c, const Segment *s) {
     const Run *r = w->run;
     const int dim = r->m->head_dim, heads = r->m->heads;
+    const float *sinks = r->m->layers[r->b->layers[entry]].sinks;
     for (int k = s->first * heads + w->id; k < s->last * heads; k += w->threads) {
         const int i = k / heads, head = k % heads, parts = listed_parts(r, entry, c->token[i]), splits = parts ? parts : s->splits;
         float *out = r->attended + (int64_t)k * dim, peak = -INFINITY, total = 0;
         for (int split = 0; split < splits; split++) peak = fmaxf(peak, state_at(r, s, split, i, head)->peak);
+        if (sinks) peak = fmaxf(peak, sinks[head]), total = expf(sinks[head] - peak);
         memset(out, 0, sizeof(float) * dim);
         for (int split = 0; split < splits; split++) {
             const State *state = state_at(r, s, split, i, head);

@@ -44,9 +44,12 @@ static int64_t lay_out_lots(Lots *l, const ShoalModel *m, const ShoalBatch *b, c
 
 static void finish_scores(const Worker *w, const Chosen *c, const float *bias, int block, int count, void *to) {
     const Run *r = w->run;
-    (void)bias, (void)to;
+    const int rows = *(const int *)to;
     for (int i = 0; i < c->count; i++)
-        for (int b = 0; b < count; b++) vf_store(r->scores + i * r->scores_line + (block + b) * LANES, sum_at(w->sums, c->count, b, i));
+        for (int b = 0; b < count; b++) {
+            const int row = (block + b) * LANES;
+            vf_store(r->scores + i * r->scores_line + row, result(w, c, bias, row, rows, b, i));
+        }
 }
 
 /* Scores of all experts from a token's logits, in whole vectors. */
@@ -143,7 +146,11 @@ static void add_experts(Worker *w, const ShoalExperts *e, const Chosen *c, const
     for (int i = 0; i < c->count * e->top; i++) counts[routes[i].expert]++;
     for (int i = 0; i < e->count; i++) {
         number[i] = w->lots.count;
-        if (counts[i]) add_lot(&w->lots, e->parts + 3 * i, e->parts + 3 * i + 2, counts[i]);
+        if (!counts[i]) continue;
+        Lot *lot = add_lot(&w->lots, e->parts + 3 * i, e->parts + 3 * i + 2, counts[i]);
+        lot->of = e;
+        if (e->gate_up_bias) lot->gate_up_bias = e->gate_up_bias + 2ll * i * lot->down->cols;
+        if (e->down_bias) lot->down_bias = e->down_bias + (int64_t)i * w->run->m->hidden;
     }
     memset(counts, 0, sizeof(int) * e->count);
     for (int i = 0; i < c->count * e->top; i++) {
@@ -164,11 +171,12 @@ INLINE int pairs_of(const Lot *lot) { return lot->gate_up->paired ? lot->gate_up
 
 static void gate_pairs(const Worker *w, const Lot *lot, const Chosen *c, int first, int last) {
     Neurons at = {.ffn = lot->down->cols, .first = lot->first, .line = round_up(lot->down->cols, LANES)};
-    if (!lot->gate_up->paired) multiply_sides(w, lot->gate_up, c, NULL, first, last, finish_gated, &at);
+    if (lot->of) at.limit = lot->of->limit, at.alpha = lot->of->alpha;
+    if (!lot->gate_up->paired) multiply_sides(w, lot->gate_up, c, lot->gate_up_bias, first, last, finish_gated, &at);
     else for (int block = 2 * first, count; block < 2 * last; block += count) {
         count = min_int(2 * last - block, PANEL - block % PANEL);
         multiply(lot->gate_up, w->ready, c->count, block, count, w->sums);
-        finish_gated(w, c, NULL, block, count, &at);
+        finish_gated(w, c, lot->gate_up_bias, block, count, &at);
     }
 }
 
@@ -230,7 +238,7 @@ static void down_lots(Worker *w, Finish *finish) {
             for (int block = first, count; block < first + taken; block += count) {
                 count = min_int(first + taken - block, PANEL - block % PANEL);
                 multiply(lot->down, &lot->acts, c.count, block, count, w->sums);
-                finish(w, &c, NULL, block, count, NULL);
+                finish(w, &c, lot->down_bias, block, count, NULL);
             }
         }
     w->factors = NULL;
@@ -276,7 +284,8 @@ static void run_experts(Worker *w, int entry) {
     const Chosen c = choose(r->b, entry, RUN_MLP);
     if (!c.count) return;
     prepare_together(w, &e->router, (Lines){.x = r->x, .norm = layer->post_norm, .step = r->x_line, .tokens = c.token, .count = c.count});
-    multiply_all(w, &e->router, &c, NULL, finish_scores, NULL);
+    int logits = e->count;
+    multiply_all(w, &e->router, &c, e->router_bias, finish_scores, &logits);
     meet(&r->team, w->id);
     const Route *routes = route_tokens(w, e, c.count);
     w->lots.count = 0;

@@ -55,9 +55,10 @@ class ExpertsStruct(ctypes.Structure):
     """Experts beside or instead of a layer's MLP."""
 
     _fields_ = [
-        ("router", Weight), ("parts", POINTER(Weight)), ("bias", c_void_p), ("count", c_int32), ("top", c_int32),
-        ("groups", c_int32), ("top_groups", c_int32), ("sigmoid", c_int32), ("normalised", c_int32), ("gated", c_int32),
-        ("added", c_float), ("least", c_float), ("scale", c_float),
+        ("router", Weight), ("parts", POINTER(Weight)), ("bias", c_void_p), ("router_bias", c_void_p),
+        ("gate_up_bias", c_void_p), ("down_bias", c_void_p), ("count", c_int32), ("top", c_int32), ("groups", c_int32),
+        ("top_groups", c_int32), ("sigmoid", c_int32), ("normalised", c_int32), ("gated", c_int32), ("added", c_float),
+        ("least", c_float), ("scale", c_float), ("limit", c_float), ("alpha", c_float),
     ]
 
 
@@ -70,6 +71,7 @@ class LayerStruct(ctypes.Structure):
         ("mlp_out_norm", c_void_p), ("qkv_bias", c_void_p), ("out_bias", c_void_p), ("gate_up_bias", c_void_p),
         ("down_bias", c_void_p), ("cos", c_void_p), ("sin", c_void_p), ("window", c_int32), ("positions", c_int32),
         ("wide_norms", c_int32), ("recurrence", POINTER(RecurrenceStruct)), ("experts", POINTER(ExpertsStruct)),
+        ("sinks", c_void_p),
     ]
 
 

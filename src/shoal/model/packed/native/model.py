@@ -388,7 +388,7 @@ class NativeModel:
         lengths = dict.fromkeys(("attention_norm", "mlp_norm", "attention_out_norm", "mlp_out_norm", "out_bias",
                                  "down_bias"), hidden)
         lengths |= {"q_norm": query if wide else shape.head_dim, "k_norm": kv if wide else shape.head_dim,
-                    "qkv_bias": qkv, "gate_up_bias": (2 if kind.gated_mlp else 1) * ffn}
+                    "qkv_bias": qkv, "gate_up_bias": (2 if kind.gated_mlp else 1) * ffn, "sinks": shape.heads}
         for name, length in lengths.items():
             setattr(struct, name, self._vector(name, vars(layer)[name], length))
         if None in (not kind.mixers or struct.attention_norm or struct.attention_out_norm,
@@ -423,6 +423,13 @@ class NativeModel:
         struct = ExpertsStruct(**{name: getattr(routing, name) for name in _ROUTING}, gated=experts.gated)
         struct.router = self._matrix("router", experts.router, routing.count + experts.gated, hidden)
         struct.bias = self._vector("the bias of the router", experts.bias, routing.count)
+        struct.router_bias = self._vector("the router's own bias", experts.router_bias, routing.count)
+        for name, length in (("gate_up_bias", 2 * ffn), ("down_bias", hidden)):
+            biases = vars(experts)[name]
+            flat = None if biases is None else biases.flatten()
+            setattr(struct, name, self._vector(f"{name} of experts", flat, routing.count * length))
+        if experts.clamped is not None:
+            struct.limit, struct.alpha = experts.clamped.limit, experts.clamped.alpha
         parts = (Weight * (3 * routing.count))()
         for number, (gate_up, down) in enumerate(zip(experts.gate_up, experts.down, strict=True)):
             parts[3 * number : 3 * number + 2] = list(self._gate_up(parts_of(gate_up), ffn))

@@ -70,10 +70,12 @@ typedef struct {
     ShoalWeight router;       /* [count, or 1 more if the MLP beside them is gated; hidden] */
     const ShoalWeight *parts; /* [count][3]: gate and up as in a layer, and down */
     const float *bias;        /* [count], added to scores for the choice alone; or NULL */
+    const float *router_bias, *gate_up_bias, *down_bias; /* [count], added to logits; [count][2 ffn] and [count][hidden]; or NULL */
     int32_t count, top;       /* experts, and how many of them a token runs */
     int32_t groups, top_groups; /* equal groups of experts, and how many of them a token's experts are of, those with the best two */
     int32_t sigmoid, normalised, gated;
     float added, least, scale; /* scale: of the weights */
+    float limit, alpha; /* of (up + 1) gate sigmoid(alpha gate), with gate <= limit and |up| <= limit; limit 0: the usual unit */
 } ShoalExperts;
 
 typedef struct {
@@ -89,6 +91,7 @@ typedef struct {
     int32_t wide_norms;     /* whether q_norm and k_norm go over all heads together */
     const ShoalRecurrence *recurrence; /* beside attention, or in place of it: then o has no rows. Or NULL */
     const ShoalExperts *experts; /* beside the MLP, or in place of it: then down has no rows. Or NULL */
+    const float *sinks;     /* [heads], further scores of the softmax, which belong to no slot; or NULL */
 } ShoalLayer;
 
 typedef struct {
