@@ -70,7 +70,7 @@ def command(words: list[str]) -> list[str]:
     ("test_native_trees.py", "not many and all"),
     ("test_native_recurrent.py", "not threads or wide"),
     ("test_hybrids.py", "of_the_kernels and (qwen3_5 or jamba or nemotron_h or lfm2) and not biases"),
-    ("test_experts.py", "of_the_kernels and (qwen3_moe or glm4_moe or granite4_moe)"),
+    ("test_experts.py", "of_the_kernels and (qwen3_moe or glm4_moe or granite4_moe or gpt_oss)"),
     ("test_parity.py", "native"),
 ])
 def test_the_tests_of_the_kernels(file: str, some: str, command: list[str]) -> None:

@@ -172,7 +172,9 @@ def build(
     pack_one: Pack = partial(pack, quant=quant)
     if kernels:
         pack_one = partial(pack_for, quant=quant, arena=native.Arena())
-    pack_file, kept = None, None
+    pack_file, kept, pack_blocks = None, None, None
+    if kernels and quant is None:
+        pack_blocks = partial(_pack_blocks, native.Arena())
     if isinstance(file, GgufSource) and quant is None and device.type == "cpu":
         pack_file, kept = file_packer(file, dtype, kernels, gates)
         if isinstance(plain, FewerLayers):
@@ -181,12 +183,18 @@ def build(
         if kept is not None:
             undone.callback(kept.abandon)
         by_turns = isinstance(file, GgufSource) and file.by_turns
-        packer = Packer(source, shape, dtype, device, pack_one, pack_file, config.get_text_config(), by_turns)
+        packer = Packer(source, shape, dtype, device, pack_one, pack_file, config.get_text_config(), by_turns,
+                        pack_blocks)
         weights = packer.weights()
         if kept is not None and file is plain:  # with layers left out it is no copy of the file
             undone.pop_all()
             kept.finish()
     return (NativeRunner if kernels else PackedRunner)(shape, weights, rotary, dtype, device)
+
+
+def _pack_blocks(arena: native.Arena, blocks: Blocks, role: Role) -> Linear:
+    """Blocks of a checkpoint, packed for the kernels."""
+    return native.pack_blocks(blocks, role == "pair", arena)
 
 
 def _apart(text: Any, source: Source) -> KeyHeadsApart:

@@ -15,10 +15,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from typing_extensions import override
 
-from shoal.model.gguf.levels import FORMS
+from shoal.errors import Unsupported
+from shoal.model.gguf.blocks import Blocks
+from shoal.model.gguf.header import GgmlType
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_HALF = 16
+"""Bytes of the numbers of an MXFP4 block: half of its numbers."""
 _NUMBERED = re.compile(r"((?:[^.]+\.)*?)(\d+)(\..+)")
 """The name of a layer's tensor: the part before the layer's number, the number, and the rest."""
 
@@ -188,12 +192,34 @@ class ExpertsByRows(ChangedSource):
         return _apart(tensor) if name.endswith(f"{self._BY_TURNS}_bias") else tensor
 
     def _dequantised(self, name: str) -> Tensor:
-        """Bfloat16 [experts, rows, columns] from blocks [experts, rows, n, 16], two numbers a byte, the low one first."""
-        blocks, scales = self._source[f"{name}_blocks"], self._source[f"{name}_scales"]
-        numbers = torch.tensor(FORMS["mxfp4"].numbers, dtype=torch.float32) / 2
-        pairs = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2)
-        powers = torch.ldexp(torch.ones(scales.shape), scales.int() - 127)
-        return torch.flatten(numbers[pairs.int()] * powers.unsqueeze(-1), -2).bfloat16()
+        """Bfloat16 [experts, rows, columns]."""
+        return torch.stack([blocks.dequantise(torch.bfloat16) for blocks in self._in_blocks(name)])
+
+    def blocks(self, name: str) -> list[Blocks] | None:
+        """The matrices of all experts as MXFP4 blocks, None if they are none; rows as of the tensor of that name."""
+        if not self._source.has(f"{name}_blocks"):
+            return None
+        found = self._in_blocks(name)
+        if not name.endswith(self._BY_TURNS):
+            return found
+        order = torch.arange(found[0].rows).view(-1, 2).T.flatten()
+        return [one.select(order) for one in found]
+
+    def _in_blocks(self, name: str) -> list[Blocks]:
+        """The same with the rows of the checkpoint, whose bytes have two neighbours, the low half first.
+
+        In a GGUF block a byte has a number of the first half and one of the second.
+        """
+        stored, scales = self._source[f"{name}_blocks"], self._source[f"{name}_scales"]
+        if stored.shape[:-1] != scales.shape or stored.dim() != 4 or stored.shape[-1] != _HALF:
+            what = f"a checkpoint whose {name}_blocks are {list(stored.shape)}, and their scales {list(scales.shape)}"
+            raise Unsupported(what, f"it must be [experts, rows, n, {_HALF}] and [experts, rows, n]", "Fetch it again")
+        found = []
+        for blocks, exponents in zip(stored, scales, strict=True):
+            numbers = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2)
+            data = torch.cat([exponents.unsqueeze(-1), numbers[..., :_HALF] | numbers[..., _HALF:] << 4], -1)
+            found.append(Blocks(GgmlType.MXFP4, data.flatten(1), 2 * _HALF * blocks.shape[1]))
+        return found
 
 
 def _apart(by_turns: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shoal.errors import Unsupported
 from shoal.heap import give_back
+from shoal.model.gguf.blocks import Blocks
 from shoal.model.gguf.source import GgufSource
 from shoal.model.layers.differential import LAMBDAS, Differential, differential
 from shoal.model.layers.experts import Mixture
@@ -27,7 +28,7 @@ from shoal.model.packed.kinds import Names
 from shoal.model.packed.linear import ACTIVATIONS, Dense, Linear, parts_of
 from shoal.model.packed.mixers import FORMS, Projection, memory_sizes, memory_unit
 from shoal.model.packed.shape import REMEDY, Shape
-from shoal.model.packed.source import FewerLayers, Source
+from shoal.model.packed.source import ExpertsByRows, FewerLayers, Source
 
 _NO_BIAS = ("mistral", "ministral", "phi3", "exaone4", "lfm2", "nemotron_h")
 _NO_OUT_BIAS = ("qwen2", "glm", "glm4", "helium", "qwen2_moe", "glm4_moe")
@@ -56,6 +57,7 @@ Role = Literal["matrix", "table", "pair", "head", "router"]
 "head" is an untied head, "router" chooses experts."""
 
 Pack = Callable[[Tensor, Role], Linear]
+PackBlocks = Callable[[Blocks, Role], Linear]
 PackFile = Callable[[Sequence[str], Role], Linear]
 """Packs matrices by name, one above the other."""
 
@@ -283,15 +285,17 @@ class Packer:
         pack_file: packs matrices of a file by name, in the types of the file; None to use `pack`.
         text: the decoder's config, which recurrences take their sizes from; None where there are none.
         by_turns: whether value heads take turns, see `GatedDelta`.
+        pack_blocks: packs experts that a checkpoint has in blocks, as they are; None to dequantise them.
     """
 
     def __init__(
         self, source: Source, shape: Shape, dtype: torch.dtype, device: torch.device, pack: Pack,
         pack_file: PackFile | None = None, text: Any = None, by_turns: bool = False,
+        pack_blocks: PackBlocks | None = None,
     ) -> None:
         self._text, self.by_turns = text, by_turns
         self._source, self._shape, self._dtype, self._device = source, shape, dtype, device
-        self._packed_by, self._packed_from_file = pack, pack_file
+        self._packed_by, self._packed_from_file, self._blocks_by = pack, pack_file, pack_blocks
         self._vectors = torch.float64 if dtype == torch.float64 else torch.float32
         self._root = root_of(source, shape.names)
 
@@ -404,6 +408,13 @@ class Packer:
         if whole is None:
             return tuple(self.pack({name.format(expert): rows for name, rows in apart.items()}, columns, role)
                          for expert in range(count))
+        blocks = self._source.blocks(whole) if isinstance(self._source, ExpertsByRows) and self._blocks_by else None
+        if blocks is not None and self._blocks_by is not None:
+            shape = [len(blocks), *blocks[0].shape]
+            if shape != [count, sum(apart.values()), columns]:
+                raise Unsupported(f"a checkpoint whose {whole!r} is {shape}",
+                                  f"its config asks for {[count, sum(apart.values()), columns]}", REMEDY)
+            return tuple(self._blocks_by(one, role) for one in blocks)
         tensor = self._tensor(whole, count, sum(apart.values()), columns)
         packed = tuple(self._packed_by(one.to(self._device, self._dtype, copy=True), role) for one in tensor)
         give_back()
