@@ -124,6 +124,10 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoe": ("granitemoe", {**_GROUPED, "num_local_experts": 6, "num_experts_per_tok": 3,
                                   "residual_multiplier": 0.7, "logits_scaling": 0.5, "embedding_multiplier": 3.0,
                                   "attention_multiplier": 0.4}),
+    "gpt_oss": ("gpt_oss", {**_GROUPED, **_HEAD_DIM, "num_local_experts": 6, "num_experts_per_tok": 3,
+                            "sliding_window": 8, "swiglu_limit": 0.5, "rope_parameters": {
+                                "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32.0,
+                                "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 64}}),
     "glm4_moe": ("glm4_moe", {**_GROUPED, **_HEAD_DIM, "n_routed_experts": 8, "num_experts_per_tok": 3,
                               "moe_intermediate_size": 16, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
                               "routed_scaling_factor": 1.5}),
@@ -174,7 +178,8 @@ PACKED_RECURRENT = tuple(name for name in ("qwen3_5", "mamba", "mamba2", "granit
 _NO_SPECIAL = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 _NO_DROPOUT = {"dropout": 0.0, "attention_dropout": 0.0, "hidden_dropout": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
                "resid_pdrop": 0.0, "resid_dropout": 0.0, "activation_dropout": 0.0, "layerdrop": 0.0}
-_ATTENTION = {"gemma2": "eager_in_full_precision", "mamba": "eager", "mamba2": "eager", "falcon_mamba": "eager"}
+_ATTENTION = {"gemma2": "eager_in_full_precision", "gpt_oss": "eager",
+              "mamba": "eager", "mamba2": "eager", "falcon_mamba": "eager"}
 _HYBRID_PATTERN = ("sliding_attention", "sliding_attention", "full_attention")
 
 

@@ -83,7 +83,18 @@ FILES = [
     *(Made("llama", kind) for kind in ("Q4_K", "Q5_K", "Q6_K")),
     *(Made(model, "Q4_K_M", pure=False) for model in ("llama", "qwen2", "gemma3")),
     Made("llama", "Q4_K_S", pure=False),
+    Made("llama", "newer", pure=False),
 ]
+NEWER = ("Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_M", "IQ1_S",
+         "TQ2_0", "TQ1_0", "MXFP4", "NVFP4")
+"""Types of the matrices of the file "newer", by turns in the order of `matrices_of`: what the other files lack, but for
+two that the `gguf` package does not read."""
+
+
+def matrices_of(model: Any) -> list[str]:
+    """The file's names of the matrices in a model's layers."""
+    matrices = (name for name, weight in model.named_parameters() if weight.dim() == 2 and ".layers." in name)
+    return [file_name(name, "llama") for name in matrices]
 
 
 _PAIR = {"num_attention_heads": 2, "num_key_value_heads": 1}
@@ -132,6 +143,9 @@ _MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
                                     "num_experts_per_token": 2, "rms_norm_eps": 1e-6,  # llama.cpp has it in all norms
                                     "layer_types": ["linear_attention", "full_attention"]}),
     "granitehybrid-moe": ("granite4_moe", {**_HYBRIDS["granitehybrid"][1], **_LOCAL}),
+    "gpt-oss": ("gpt_oss", {**_PAIR, **_LOCAL, "head_dim": 32, "swiglu_limit": 7.0, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
+        "truncate": False, "original_max_position_embeddings": 198}}),  # where llama.cpp, which truncates, is near
     "qwen35moe": ("qwen3_5_moe", {**_HYBRIDS["qwen35"][1], **_FEW}),
     "qwen3next": ("qwen3_next", {**_HYBRIDS["qwen35"][1], **_FEW}),
     "lfm2moe": ("lfm2_moe", {**_PAIR, **_FEW, "layer_types": ["conv", "full_attention"]}),
@@ -140,7 +154,7 @@ _MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
                                           "n_group": 1, "topk_group": 1,
                                           "layers_block_type": ["mamba", "attention", "moe"]}),
 }
-"""The same with experts; hybrids, GLM and those with latent attention have two layers, others one."""
+"""The same with experts; hybrids, GLM, gpt-oss and those with latent attention have two layers, others one."""
 LATENT = ("deepseek_v2", "deepseek_v3", "kimi_linear")
 """Families with experts and latent attention."""
 
@@ -188,7 +202,7 @@ class MadeHybrid(InFolder):
             sizes["moe_intermediate_size"] = width
         if self.architecture == "qwen35moe":
             del sizes["intermediate_size"]
-        layers = 2 if family in (*MIXED_RECURRENT, *LATENT, "glm4_moe") else 1
+        layers = 2 if family in (*MIXED_RECURRENT, *LATENT, "glm4_moe", "gpt_oss") else 1
         return self._drawn(tiny(family, dtype=torch.float32, layers=layers, **{
             **sizes, **own.get(self.architecture, {}), "vocab_size": count}))
 
@@ -204,6 +218,7 @@ class MadeHybrid(InFolder):
 
 
 HYBRIDS = [MadeHybrid(architecture, kind) for architecture in (*_HYBRIDS, *_MIXTURES) for kind in ("F16", "Q4_K_M")]
+HYBRIDS.append(MadeHybrid("gpt-oss", "MXFP4_MOE"))
 
 
 def _drawn(name: str, parameter: Tensor, generator: torch.Generator) -> Tensor:
@@ -212,7 +227,9 @@ def _drawn(name: str, parameter: Tensor, generator: torch.Generator) -> Tensor:
         return torch.rand(parameter.shape, generator=generator, dtype=torch.float64) * 2
     if re.search(r"\.(gate|router|shared_expert_gate)\.weight$", name):  # so that rounding changes no choice
         return 4 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / parameter.shape[1] ** 0.5
-    if ".experts." in name:
+    if name.endswith("sinks"):
+        return torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    if ".experts." in name and parameter.dim() > 2:
         return torch.stack([_matrix(one, generator) for one in [parameter.shape[1:]] * len(parameter)])
     if parameter.dim() != 2:
         middle = 1.0 if name.endswith(("norm.weight", ".D", "norm_f.weight")) else 0.0
@@ -260,7 +277,8 @@ def model_of(made: Made) -> Any:
     """
     count = len(words_of(made.architecture)["tokenizer.ggml.tokens"])
     sizes = {**_SHAPES[made.model], "vocab_size": count}
-    model = copy.deepcopy(tiny(made.architecture, dtype=torch.float32, layers=1, **sizes))
+    layers = 3 if made.kind == "newer" else 1
+    model = copy.deepcopy(tiny(made.architecture, dtype=torch.float32, layers=layers, **sizes))
     generator = torch.Generator().manual_seed(len(made.model))
     gemma = made.architecture == "gemma3"
     embedding = 0.3 if gemma else 0.3 * model.config.hidden_size**0.5

@@ -95,18 +95,22 @@ class HeldModel:
 def held() -> list[HeldModel]:
     """All models that are found, known names first."""
     named = {name: path.resolve() for name in catalog.KNOWN if (path := catalog.place(name)) is not None}
-    others = sorted(path for path in catalog.folder().glob("*.gguf") if path.resolve() not in named.values())
+    from shoal.model.gguf.splits import models_among
+
+    others = [path for path in models_among(catalog.folder().glob("*.gguf")) if path.resolve() not in named.values()]
     return [*(_file(name, path, catalog.KNOWN[name].title) for name, path in named.items()),
             *(_file(path.stem, path, path.stem) for path in others), *_in_hub_cache()]
 
 
 def _file(name: str, path: Path, title: str) -> HeldModel:
     """A GGUF file, by its header."""
-    from shoal.model.gguf.header import Strings, read_header
+    from shoal.model.gguf.header import Strings
+    from shoal.model.gguf.splits import read_whole
 
     size = path.stat().st_size
     try:
-        header = read_header(path)
+        header, paths = read_whole(path)
+        size = sum(part.stat().st_size for part in paths)
     except ValueError as error:
         return HeldModel(name, title, "GGUF", nbytes=size, problem=str(error))
     kind = str(header.metadata.get("general.architecture", ""))

@@ -74,7 +74,7 @@ def rounded(x: Tensor, kind: GgmlType) -> Tensor:
     """Inputs of a matrix as the kernels take them."""
     if kind.is_float:
         return x.bfloat16().float() if kind is GgmlType.BF16 else x
-    groups = x.unflatten(-1, (-1, 256 if kind.name.endswith("_K") else 32))
+    groups = x.unflatten(-1, (-1, 256 if kind.values == 256 else 32))
     peaks = groups.abs().amax(-1, keepdim=True)
     return ((groups * torch.where(peaks > 0, 127 / peaks, 0)).round() * (peaks / 127)).flatten(-2)
 

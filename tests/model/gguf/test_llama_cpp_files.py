@@ -59,11 +59,14 @@ RUNNERS = ["modules", "torch", pytest.param("kernels", marks=needs_kernels)]
 STEPS = (5, 1, 6)
 
 EXACT = 1e-4
-KERNELS = {"F16": 1e-5, "BF16": 1e-2}
-"""The kernels from exact products: by type, 3e-2 where inputs are rounded to 8 bits."""
+KERNELS = {"F16": 1e-5, "BF16": 1e-2, "newer": 6e-2}
+"""The kernels from exact products: by type, 3e-2 where inputs are rounded to 8 bits. "newer" has three layers."""
 LLAMA_CPP = {"F16": 2e-3, "BF16": 1e-2}
 """Anything from llama.cpp: by type, 5e-2 where inputs are rounded to 8 bits, by one or both."""
-ROUNDED = {"F16": 3e-4, "BF16": 3e-3, "Q8_0": 0.01, "Q6_K": 0.025, "Q5_K": 0.05, "Q5_0": 0.05, "Q5_1": 0.05}
+ROUNDED = {"F16": 3e-4, "BF16": 3e-3, "Q8_0": 0.01, "Q6_K": 0.025, "Q5_K": 0.05, "Q5_0": 0.05, "Q5_1": 0.05,
+           "Q3_K": 0.25, "IQ3_S": 0.2, "IQ3_XXS": 0.25, "MXFP4": 0.2, "NVFP4": 0.2,
+           **dict.fromkeys(("Q2_K", "IQ2_S", "IQ2_XS", "IQ2_XXS"), 0.45),
+           **dict.fromkeys(("IQ1_M", "IQ1_S", "TQ1_0", "TQ2_0"), 0.85)}
 """What a type loses of a matrix: by type, 0.1 for those of 4 bits."""
 
 
@@ -93,7 +96,7 @@ def test_the_files_are_whole() -> None:
     for made in (*FILES, *HYBRIDS):
         assert hashlib.sha256(made.path.read_bytes()).hexdigest() == facts()["sha256"][made.name], made.name
     kinds = {tensor.tensor_type.name for made in FILES for tensor in gguf.GGUFReader(made.path).tensors}
-    assert kinds == {"F32", "F16", "BF16", *QUANTISED}
+    assert kinds == {"F32", "F16", "BF16", *QUANTISED} - {"Q1_0", "Q2_0"}  # which the package does not read
 
 
 @of_both_kinds
@@ -170,7 +173,7 @@ def test_recurrent_layers_are_those_that_were_converted(made: MadeHybrid) -> Non
     for name, weight in model.state_dict().items():
         if name in found:
             exact = made.kind == "F16" or (weight.dim() != 2 and ".experts." not in name)
-            assert error(found[name], weight) < (1e-3 if exact else 0.1), name
+            assert error(found[name], weight) < (1e-3 if exact else 0.2 if made.kind == "MXFP4_MOE" else 0.1), name
 
 
 @pytest.mark.parametrize("made", [made for made in RUN if made.architecture == "qwen35"], ids=lambda made: made.name)

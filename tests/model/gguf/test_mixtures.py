@@ -118,12 +118,11 @@ def test_gate_and_up_in_one_tensor_are_read_as_well() -> None:
     config, names = config_of(file), [f"blk.0.ffn_{part}_exps.weight" for part in ("gate", "up")]
     infos = [file.header.tensors.pop(name) for name in names]
     both = torch.cat([apart.values(name) for name in names], 1).contiguous()
-    assert file._bytes is not None
     count, rows, columns = both.shape
     fused = replace(infos[0], name="blk.0.ffn_gate_up_exps.weight", shape=(count, rows, columns),
-                    offset=len(file._bytes), nbytes=2 * both.numel())
+                    offset=len(file._bytes[0]), nbytes=2 * both.numel())
     file.header.tensors[fused.name] = fused
-    file._bytes = torch.cat([file._bytes, both.view(torch.uint8).flatten()])
+    file._bytes = [torch.cat([file._bytes[0], both.view(torch.uint8).flatten()])]
     runners = [build(config, GgufSource(one, config), torch.float32, CPU, kernels=False) for one in (file, apart)]
     assert torch.equal(*(chunked_logits(runner, IDS, (12,)) for runner in runners))
     name = "model.layers.0.mlp.experts.gate_up_proj"

@@ -151,7 +151,7 @@ def test_the_garbage_collector_runs_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [({"tokenizer.ggml.pre": "newest"}, "pre-tokenizer 'newest'.*known are default"),
-     ({"tokenizer.ggml.pre": ""}, "without pre-tokenizer"), ({"tokenizer.ggml.model": "bert"}, "model 'bert'"),
+     ({"tokenizer.ggml.model": "bert"}, "model 'bert'"),
      ({"tokenizer.ggml.merges": ["ab"]}, "merge 'ab'; it must be two tokens"),
      ({"tokenizer.ggml.merges": ["nothing here"]}, "merges do not fit its tokens"),
      ({"tokenizer.ggml.token_type": [1, 1]}, "token_type must be"),
@@ -165,7 +165,20 @@ def test_what_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) 
     path = file_with(tmp_path, {**words, "tokenizer.ggml.pre": "gpt-2", **changes})
     with pytest.raises(ValueError, match=message) as caught:
         tokenizer_of(read_header(path))
-    assert isinstance(caught.value, Unsupported) == message.startswith(("pre-", "without", "model 'b"))
+    assert isinstance(caught.value, Unsupported) == message.startswith(("pre-", "model 'b"))
+
+
+def test_a_file_that_does_not_name_its_pre_tokenizer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is cut by the default one, as by llama.cpp, and a warning says so."""
+    _, words = byte_level(r"\s+|\S+")
+    words.pop("tokenizer.ggml.pre", None)
+    found = [tokenizer_of(read_header(file_with(tmp_path, words))),
+             tokenizer_of(read_header(file_with(tmp_path, {**words, "tokenizer.ggml.pre": "default"})))]
+    assert caplog.text.count("does not name its pre-tokenizer") == 1
+    oracle = Oracle(file_with(tmp_path, words), words_only=True)
+    for text in [*TEXT, *ODD]:
+        assert ids(found[0], text) == ids(found[1], text) == oracle.ids(text)
+    oracle.close()
 
 
 def test_no_tokenizer(tmp_path: Path) -> None:

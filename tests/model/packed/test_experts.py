@@ -44,6 +44,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
                                          "qkv_bias": False}),
     "olmoe, biases": ("olmoe", {"attention_bias": True, "norm_topk_prob": True}),
     "glm4_moe, norms of heads": ("glm4_moe", {"use_qk_norm": True, "attention_bias": True, "norm_topk_prob": False}),
+    "gpt_oss, wide": ("gpt_oss", {"intermediate_size": 64, "swiglu_limit": 7.0}),
     "mixtral, windows": ("mixtral8", {"sliding_window": 8}),
     "qwen3_next, dense layers": ("qwen3_next", {"mlp_only_layers": [0, 3]}),
     "lfm2_moe, no bias": ("lfm2_moe", {"use_expert_bias": False, "norm_topk_prob": False,
@@ -219,7 +220,7 @@ def saved(model: Any, folder: Path, apart: bool) -> FileSource:
 def test_both_forms_of_a_checkpoint_are_read(variant: str, apart: bool, tmp_path: Path) -> None:
     model, ids = model_of(variant), prompt(12)
     source = saved(model, tmp_path, apart)
-    if apart and "granite" not in variant:
+    if apart and "granite" not in variant and not variant.startswith("gpt_oss"):
         assert any(".experts.5." in name for name in source.names())
     found = chunked_logits(build(model.config, source, torch.float32, CPU, kernels=False), ids, (12,))
     assert torch.equal(found, chunked_logits(packed(model), ids, (12,)))
@@ -230,7 +231,8 @@ def test_missing_and_surplus_tensors_are_refused(family: str, tmp_path: Path) ->
     model = model_of(family)
     source = saved(model, tmp_path, apart=True)
     held = {name: source[name] for name in source.names()}
-    name = next(name for name in sorted(held, reverse=True) if "experts.5." in name or "input_linear" in name)
+    name = next(name for name in sorted(held, reverse=True)
+                if "experts.5." in name or name.endswith(("input_linear.weight", "experts.down_proj_bias")))
     lacking, more = {key: value for key, value in held.items() if key != name}, {**held, f"{name}s": held[name]}
     for wrong, what in ((lacking, r"without '\w+.layers.3"), (more, f"with '{name}s'")):
         with pytest.raises(Unsupported, match=what):
@@ -281,6 +283,56 @@ def raw(self: Routing, logits: torch.Tensor, bias: torch.Tensor | None = None) -
 
 
 REAL = Routing.__call__
+
+
+@pytest.mark.parametrize("on", [False, pytest.param(True, marks=kernels)], ids=["torch", "kernels"])
+@pytest.mark.parametrize("part", ["sinks", "clamped", "router_bias", "gate_up_bias", "down_bias"])
+def test_each_part_of_gpt_oss_counts(part: str, on: bool) -> None:
+    model, ids = model_of("gpt_oss"), prompt(20)
+    wanted, runner = one_by_one(model, ids), packed(model)
+    layers = [replace(layer, sinks=None) if part == "sinks" else
+              replace(layer, experts=replace(layer.experts, **{part: None})) for layer in runner.weights.layers]
+    lacking = replace(runner.weights, layers=layers)
+    kind = NativeRunner if on else PackedRunner
+    if on:
+        whole = packed(model, kernels=True).weights
+        layers = [replace(own, sinks=None) if part == "sinks" else
+                  replace(own, experts=replace(own.experts, **{part: None})) for own in whole.layers]
+        lacking = replace(whole, layers=layers)
+    found = chunked_logits(kind(runner.shape, lacking, runner.rotary, runner.dtype, CPU), ids, (20,))
+    assert gap(found, wanted) > 1e-2 * float(wanted.abs().max())
+
+
+def test_blocks_of_a_published_checkpoint_are_read() -> None:
+    """MXFP4 as in gpt-oss's own files: bytes of two numbers, the low half first, and exponents."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    model, ids, generator = copy.deepcopy(model_of("gpt_oss, wide")), prompt(12), torch.Generator().manual_seed(0)
+    held, stored = dict(model.named_parameters()), {}
+    for name, parameter in held.items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            stored[name] = parameter.data
+            continue
+        count, columns, rows = parameter.shape
+        blocks = torch.randint(256, (count, rows, columns // 32, 16), dtype=torch.uint8, generator=generator)
+        scales = torch.randint(121, 126, (count, rows, columns // 32), dtype=torch.uint8, generator=generator)
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        parameter.data = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    found = build(model.config, TensorSource(stored), torch.float32, CPU, kernels=False)
+    wanted = one_by_one(model, ids)
+    assert gap(chunked_logits(found, ids, (12,)), wanted) < NEAR[torch.float32] * float(wanted.abs().max())
+    if native.available():  # which keep the blocks
+        found = build(model.config, TensorSource(stored), torch.float32, CPU)
+        experts = found.weights.layers[0].experts
+        assert experts is not None and {one.kind for one in (*experts.gate_up, *experts.down)} == {"mxfp4"}
+        exact = packed(model, kernels=True).weights.layers[0].experts.gate_up[0].unpack()
+        assert torch.equal(experts.gate_up[0].unpack(), exact)
+        whole = chunked_logits(found, ids, (12,))
+        assert (whole - wanted).norm() < 0.1 * wanted.norm()
+        assert torch.equal(chunked_logits(found, ids, (5, 1, 6)), whole)
+    name = next(name for name in stored if name.endswith("_scales"))
+    with pytest.raises(Unsupported, match=r"scales \[6, .* must be \[experts, rows, n, 16\]"):
+        build(model.config, TensorSource({**stored, name: stored[name][:, 1:]}), torch.float32, CPU)
 
 
 @pytest.mark.parametrize("wrong", [second_best, turned, raw])

@@ -72,7 +72,8 @@ def command(words: list[str]) -> list[str]:
     ("test_hybrids.py", "of_the_kernels and (qwen3_5 or jamba or nemotron_h or lfm2) and not biases"),
     ("test_recurrent_gemma.py", "of_the_kernels"),
     ("test_sambay_native.py", "of_the_formulas_however or random_schedules and (0 or 3) and not long"),
-    ("test_experts.py", "of_the_kernels and (qwen3_moe or glm4_moe or granite4_moe or jamba_moe or nemotron_h_moe)"),
+    ("test_experts.py",
+     "of_the_kernels and (qwen3_moe or glm4_moe or granite4_moe or jamba_moe or nemotron_h_moe or gpt_oss)"),
     ("test_parity.py", "native"),
 ])
 def test_the_tests_of_the_kernels(file: str, some: str, command: list[str]) -> None:

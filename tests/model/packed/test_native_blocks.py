@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gguf_blocks import activations, random_blocks, stands_out
+from gguf_blocks import SUPER, activations, random_blocks, stands_out
 from shoal.model.gguf.blocks import Blocks
 from shoal.model.gguf.header import GgmlType
 from shoal.model.packed import native
@@ -54,7 +54,7 @@ def test_products(type_: GgmlType, shape: tuple[int, int]) -> None:
         assert torch.equal(found, alone), "a token's result depends on the others"
 
 
-@pytest.mark.parametrize("type_", [GgmlType.Q4_K, GgmlType.Q5_K, GgmlType.Q6_K], ids=lambda type_: type_.name)
+@pytest.mark.parametrize("type_", SUPER, ids=lambda type_: type_.name)
 def test_values_that_stand_out_leave_the_others_exact(type_: GgmlType) -> None:
     """In some super-blocks of some tokens; with one rounding alone the products would be a hundred times as far off."""
     blocks = random_blocks(type_, 50, 1280)
@@ -79,25 +79,35 @@ def test_extremes_do_not_overflow() -> None:
         raw = random_blocks(type_, 16, 256).data.clone()
         blocks = Blocks(type_, raw, 256)
         largest = blocks.dequantise().abs().max()
-        raw.view(-1, type_.nbytes)[:, _integers(type_)] = 255 if type_ is not GgmlType.Q8_0 else 128
+        for place in _integers(type_):
+            raw.view(-1, type_.nbytes)[:, place] = _PEAK_AT.get(type_, 255)
         x = torch.ones(3, 256) * torch.tensor([[1.0], [-1.0], [2.0]])
         found, expected = native.matmul(x, native.pack_blocks(blocks)), x.double() @ blocks.dequantise().double().T
         assert (found - expected).abs().max() <= 1e-5 * 256 * 2 * largest.clamp_min(1), type_
 
 
-def _integers(type_: GgmlType) -> slice:
-    """Bytes of a block that hold integers, not scales."""
-    starts = {"Q4_0": 2, "Q8_0": 2, "Q5_0": 2, "Q4_1": 4, "Q5_1": 4, "Q4_K": 16, "Q5_K": 16, "Q6_K": 0}
-    return slice(starts[type_.name], 192 if type_ is GgmlType.Q6_K else None)
+_PEAK_AT = {GgmlType.Q8_0: 128, GgmlType.IQ4_NL: 0, GgmlType.IQ4_XS: 0, GgmlType.MXFP4: 0x77, GgmlType.NVFP4: 0x77}
+"""The byte of the largest number where that is not 255."""
+
+
+def _integers(type_: GgmlType) -> list[slice]:
+    """Bytes of a block that hold integers and small scales, not scales."""
+    taken = {"Q4_1": [slice(4, None)], "Q5_1": [slice(4, None)], "Q4_K": [slice(16, None)], "Q5_K": [slice(16, None)],
+             "Q6_K": [slice(0, 192)], "Q2_K": [slice(0, 80)], "Q3_K": [slice(0, 108)], "MXFP4": [slice(1, None)],
+             "NVFP4": [slice(4, None)], "TQ1_0": [slice(0, 52)], "TQ2_0": [slice(0, 64)], "IQ1_M": [slice(0, 48)]}
+    return taken.get(type_.name, [slice(2, None)])
 
 
 def test_what_a_weight_costs() -> None:
-    """Bytes per weight as in the file; the K types keep their small scales as bytes."""
-    extra = {"Q4_K": 0.125, "Q5_K": 0.125}
+    """Bits per weight as in the file; small scales are bytes, and what comes from a grid or of one bit is by value."""
+    extra = {"Q4_K": 0.125, "Q5_K": 0.125, "Q3_K": 0.125, "IQ4_XS": 0.0625}
+    valued = {**dict.fromkeys(("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ1_S", "IQ1_M"), 3.5625), "IQ3_XXS": 4.3125,
+              "IQ3_S": 4.3125, "TQ1_0": 2.625, "TQ2_0": 2.625, "Q1_0": 4.5, "Q2_0": 4.5, "NVFP4": 16}
     for type_ in GgmlType:
         packed = native.pack_blocks(random_blocks(type_, 64, 512))
         bits = 8 * packed.nbytes / (64 * 512)
-        assert bits == 8 * type_.nbytes / type_.values + extra.get(type_.name, 0), type_
+        stored = 8 * type_.nbytes / type_.values + extra.get(type_.name, 0)
+        assert bits == valued.get(type_.name, stored), type_
         assert packed.nbytes + 128 == native.packed_bytes(packed.kind, 64, 512)
 
 

@@ -40,7 +40,7 @@ def load(file: Path, expected: int = 1 << 20) -> tuple[dict[str, torch.Tensor], 
 
         return make
 
-    kept = Repacked(file, expected)
+    kept = Repacked((file,), expected)
     packed = {name: kept.take(name, maker(name)) for name in BLOCKS}
     kept.finish()
     return {name: matrix.unpack() for name, matrix in packed.items()}, made
@@ -124,7 +124,7 @@ def test_more_than_was_set_aside(file: Path, caplog: pytest.LogCaptureFixture) -
 
 
 def test_a_load_that_fails_leaves_nothing(file: Path) -> None:
-    kept = Repacked(file, 1 << 20)
+    kept = Repacked((file,), 1 << 20)
     kept.take("a", lambda arena: native.pack_blocks(BLOCKS["a"], arena=arena))
     kept.abandon()
     assert folders() == []

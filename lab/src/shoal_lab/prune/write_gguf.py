@@ -24,13 +24,16 @@ from shoal.errors import Unsupported, needs
 from shoal.model.config import widths_of, with_widths
 from shoal.model.gguf.config import config_of
 from shoal.model.gguf.file import GgufFile
+from shoal.model.gguf.header import GgmlType
 from shoal.model.gguf.metadata import Metadata
 from shoal.model.gguf.source import GgufSource
 from shoal.model.transform import DropLayers, NarrowMLPs
 
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 _ROWS = re.compile(r"ffn_(gate|up)\.(weight|bias)")
-_FINER = {**dict.fromkeys(("Q4_0", "Q4_1", "Q4_K"), "Q5_1"), **dict.fromkeys(("Q5_0", "Q5_1", "Q5_K", "Q6_K"), "Q8_0")}
+_OF_FIVE_BITS = ("Q5_0", "Q5_1", "Q5_K", "Q6_K")
+_FINER = {kind.name: "Q8_0" if kind.name in _OF_FIVE_BITS else "Q5_1" for kind in GgmlType
+          if not kind.is_float and kind is not GgmlType.Q8_0}
 """New type of down: one step finer than before, so that little is lost; others keep their type."""
 _PLAIN = "F16"
 """New type of down if the kept neurons do not fill whole blocks."""

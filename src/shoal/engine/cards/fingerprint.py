@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from io import FileIO
 from math import prod
 from pathlib import Path
@@ -18,7 +19,8 @@ from torch import Tensor
 
 from shoal.engine.loading.gguf_checkpoint import is_gguf
 from shoal.model.gguf.blocks import Blocks
-from shoal.model.gguf.header import GgmlType, TensorInfo, read_header
+from shoal.model.gguf.header import GgmlType, TensorInfo
+from shoal.model.gguf.splits import only_model, read_whole
 from shoal.model.packed.source import FileSource, Source, has_safetensors
 
 _VALUES = 16
@@ -35,8 +37,11 @@ def of_model(model: Any, name: str, revision: str | None = None) -> str:
     Raises:
         ValueError: there are neither files nor a model to read.
     """
-    if is_gguf(Path(name)):
-        return _hash(_of_gguf(Path(name)))
+    file = path = Path(name)
+    if path.is_dir() and not (path / "config.json").is_file():
+        file = only_model(path) or path
+    if is_gguf(file):
+        return _hash(_of_gguf(file))
     folder = _folder(name, revision)
     if folder is not None:
         return of_source(FileSource(folder))
@@ -87,12 +92,15 @@ def _of_gguf(path: Path) -> Iterator[Entry]:
 
     Only the blocks that are looked at are read, and not through a mapping, whose every page brings its neighbours.
     """
-    tensors = read_header(path).tensors.values()
-    with path.open("rb", buffering=0) as file:
+    header, paths = read_whole(path)
+    tensors = header.tensors.values()
+    with ExitStack() as stack:
+        files = [stack.enter_context(part.open("rb", buffering=0)) for part in paths]
         for kind in {info.type for info in tensors}:
             alike = [info for info in tensors if info.type == kind]
             places = [spread_places(prod(info.shape)) for info in alike]
-            read = [_block(file, info, place) for info, own in zip(alike, places, strict=True) for place in own]
+            read = [_block(files[info.part], info, place)
+                    for info, own in zip(alike, places, strict=True) for place in own]
             values = _values(kind, read, [place for own in places for place in own])
             for info, picked in zip(alike, values.split([len(own) for own in places]), strict=True):
                 yield info.name, info.shape, picked

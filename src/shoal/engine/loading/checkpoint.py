@@ -17,6 +17,7 @@ from shoal.engine.loading.generation_config import of_file, recommended
 from shoal.engine.loading.gguf_checkpoint import GgufCheckpoint, is_gguf
 from shoal.errors import LAB_INSTALL, Unsupported
 from shoal.model.config import WIDTHS
+from shoal.model.gguf.splits import only_model
 from shoal.model.modules import check_loading_info, check_quantised, class_of, loaded, quantised_by
 from shoal.model.packed.shape import shape_of
 from shoal.model.packed.source import FileSource, Source, has_safetensors
@@ -274,6 +275,8 @@ def _place(name: str) -> tuple[str, Path | None]:
             what, why = f"the adapter in the folder {name!r}", "Shoal runs whole models, and would leave it out"
             raise Unsupported(what, why, "Merge it into its model with peft's merge_and_unload, and save that")
         if not (path / "config.json").is_file():
+            if file := only_model(path):
+                return name, file
             raise ValueError(f"the folder {name!r} holds no config.json, so it is no model in the Hugging Face format")
     elif path.suffix.lower() == ".gguf" or (path.is_file() and is_gguf(path)):
         if not path.is_file():

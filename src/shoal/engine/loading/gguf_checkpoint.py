@@ -100,6 +100,9 @@ class GgufCheckpoint:
     def _by_transformers(self, kind: str, **options: Any) -> Any:
         import transformers
 
+        if self._said is not None and (count := self._said[0].metadata.get("split.count", 1)) != 1:
+            why = f"{self._reason.why}, and it is in {count} parts, which transformers does not read"
+            raise Unsupported(self._reason.what, why, "Join them with llama.cpp's gguf-split, or use safetensors")
         if self._said is not None:
             check_said(*self._said)
         try:

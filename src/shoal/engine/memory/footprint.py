@@ -32,6 +32,7 @@ from shoal.engine.memory.amounts import shown
 from shoal.engine.memory.shorter import guesses
 from shoal.heap import give_back, resident
 from shoal.methods.base import Method
+from shoal.model.gguf.splits import bytes_on_disk
 from shoal.model.kv.cache import KVCache
 from shoal.model.kv.form import GROWTH, slot_bytes
 from shoal.model.kv.layer import WINDOW_SLACK, KVLayer
@@ -246,7 +247,7 @@ def weights_on_disk(place: str, dtype: torch.dtype, quant: Quant | None) -> int:
     """
     path = Path(place)
     if path.is_file():
-        return path.stat().st_size if quant is None else 0
+        return bytes_on_disk(path) if quant is None else 0
     bits = {"int8": 8, "int4": 4}.get(quant or "", 8 * dtype.itemsize)
     return sum(map(_numbers, path.glob("*.safetensors"))) * bits // 8 if path.is_dir() else 0
 

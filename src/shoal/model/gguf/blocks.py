@@ -1,7 +1,8 @@
 """A matrix in the blocks of a GGUF file, and the numbers that the blocks stand for.
 
 The `_q...` functions are plain torch, the reference of every kernel. Each maps blocks uint8 [n, bytes per block] to
-float32 [n, values per block], by ggml's formulas (ggml-quants.c) and order of operations: equal to the last bit.
+float32 [n, values per block], by ggml's formulas (ggml-quants.c) and order of operations: equal to the last bit. Types
+whose levels stand for numbers of a table are in levels.py.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shoal.model.gguf.header import GgmlType
+from shoal.model.gguf.levels import FORMS, LEVELS, half, nibbles
 
 PLAIN = {GgmlType.F32: torch.float32, GgmlType.F16: torch.float16, GgmlType.BF16: torch.bfloat16}
 _AT_ONCE = 1 << 21
@@ -24,22 +26,12 @@ def plain(data: Tensor, kind: GgmlType) -> Tensor:
     return data.view(PLAIN[kind])
 
 
-def _half(part: Tensor) -> Tensor:
-    """Bytes [n, 2k] of float16 numbers to float32 [n, k]."""
-    return part.contiguous().view(torch.float16).float()
-
-
-def _nibbles(part: Tensor) -> Tensor:
-    """Bytes [n, k] to [n, 2k]: all low nibbles, then all high ones."""
-    return torch.cat([part & 15, part >> 4], dim=-1)
-
-
 def _q4_0(blocks: Tensor) -> Tensor:
-    return (_nibbles(blocks[:, 2:]).to(torch.int8) - 8).float() * _half(blocks[:, :2])
+    return (nibbles(blocks[:, 2:]).to(torch.int8) - 8).float() * half(blocks[:, :2])
 
 
 def _q4_1(blocks: Tensor) -> Tensor:
-    return _nibbles(blocks[:, 4:]).float() * _half(blocks[:, :2]) + _half(blocks[:, 2:4])
+    return nibbles(blocks[:, 4:]).float() * half(blocks[:, :2]) + half(blocks[:, 2:4])
 
 
 def _fifth_bits(part: Tensor) -> Tensor:
@@ -49,17 +41,17 @@ def _fifth_bits(part: Tensor) -> Tensor:
 
 
 def _q5_0(blocks: Tensor) -> Tensor:
-    levels = _nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6])
-    return (levels.to(torch.int8) - 16).float() * _half(blocks[:, :2])
+    levels = nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6])
+    return (levels.to(torch.int8) - 16).float() * half(blocks[:, :2])
 
 
 def _q5_1(blocks: Tensor) -> Tensor:
-    levels = _nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8])
-    return levels.float() * _half(blocks[:, :2]) + _half(blocks[:, 2:4])
+    levels = nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8])
+    return levels.float() * half(blocks[:, :2]) + half(blocks[:, 2:4])
 
 
 def _q8_0(blocks: Tensor) -> Tensor:
-    return blocks[:, 2:].view(torch.int8).float() * _half(blocks[:, :2])
+    return blocks[:, 2:].view(torch.int8).float() * half(blocks[:, :2])
 
 
 def _k_affine(blocks: Tensor, levels: Tensor) -> Tensor:
@@ -67,13 +59,13 @@ def _k_affine(blocks: Tensor, levels: Tensor) -> Tensor:
     low, mid, high = blocks[:, 4:16].split(4, dim=1)
     scales = torch.cat([low & 63, high & 15 | (low >> 6) << 4], dim=1)
     minima = torch.cat([mid & 63, high >> 4 | (mid >> 6) << 4], dim=1)
-    factor, offset = _half(blocks[:, :2]) * scales.float(), _half(blocks[:, 2:4]) * minima.float()
+    factor, offset = half(blocks[:, :2]) * scales.float(), half(blocks[:, 2:4]) * minima.float()
     return (levels.float() * factor[:, :, None] - offset[:, :, None]).flatten(1)
 
 
 def _k_nibbles(part: Tensor) -> Tensor:
     """Bytes [n, 128] to [n, 8, 32]: of each 32 bytes the low nibbles, then the high ones."""
-    return _nibbles(part.reshape(-1, 4, 32)).reshape(-1, 8, 32)
+    return nibbles(part.reshape(-1, 4, 32)).reshape(-1, 8, 32)
 
 
 def _q4_k(blocks: Tensor) -> Tensor:
@@ -87,18 +79,35 @@ def _q5_k(blocks: Tensor) -> Tensor:
 
 
 def _q6_k(blocks: Tensor) -> Tensor:
-    low = _nibbles(blocks[:, :128].reshape(-1, 2, 64)).view(-1, 2, 4, 32)
+    low = nibbles(blocks[:, :128].reshape(-1, 2, 64)).view(-1, 2, 4, 32)
     pairs = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
     high = (blocks[:, 128:192].reshape(-1, 2, 1, 32) >> pairs & 3) << 4
     levels = ((low | high).to(torch.int8) - 32).view(-1, 16, 16).float()
     scales = blocks[:, 192:208].contiguous().view(torch.int8).float()
-    return (levels * (_half(blocks[:, 208:]) * scales)[:, :, None]).flatten(1)
+    return (levels * (half(blocks[:, 208:]) * scales)[:, :, None]).flatten(1)
+
+
+def _e4m3(codes: Tensor) -> Tensor:
+    """Half of unsigned numbers of 4 bits of exponent and 3 of mantissa; the code of NaN counts as 0."""
+    exponent, mantissa = (codes >> 3 & 15).int(), (codes & 7).float()
+    found = torch.where(exponent == 0, mantissa / 8, 1 + mantissa / 8)
+    return torch.ldexp(torch.where(codes == 127, 0.0, found), exponent.clamp(1) - 8)
+
+
+def _nvfp4(blocks: Tensor) -> Tensor:
+    numbers = torch.tensor(FORMS["mxfp4"].numbers, dtype=torch.float32)
+    levels = numbers[nibbles(blocks[:, 4:].unflatten(1, (4, 8))).int()]
+    return (levels * _e4m3(blocks[:, :4])[..., None]).flatten(1)
 
 
 _BY_TYPE: dict[GgmlType, Callable[[Tensor], Tensor]] = {
     GgmlType.Q4_0: _q4_0, GgmlType.Q4_1: _q4_1, GgmlType.Q5_0: _q5_0, GgmlType.Q5_1: _q5_1, GgmlType.Q8_0: _q8_0,
-    GgmlType.Q4_K: _q4_k, GgmlType.Q5_K: _q5_k, GgmlType.Q6_K: _q6_k,
+    GgmlType.Q4_K: _q4_k, GgmlType.Q5_K: _q5_k, GgmlType.Q6_K: _q6_k, GgmlType.NVFP4: _nvfp4,
 }
+
+
+def _values(kind: GgmlType, blocks: Tensor) -> Tensor:
+    return LEVELS[kind](blocks).values() if kind in LEVELS else _BY_TYPE[kind](blocks)
 
 
 @dataclass(frozen=True)
@@ -148,8 +157,23 @@ class Blocks:
         step = max(1, _AT_ONCE // self.columns)
         for first in range(0, self.rows, step):
             part = self.data[first : first + step].reshape(-1, self.type.nbytes)
-            out[first : first + step] = _BY_TYPE[self.type](part).view(-1, self.columns)
+            out[first : first + step] = _values(self.type, part).view(-1, self.columns)
         return out
+
+    @property
+    def is_recoded(self) -> bool:
+        """Whether `recoded` makes other bytes than those of the file."""
+        return self.type in LEVELS
+
+    def recoded(self) -> Tensor:
+        """Uint8 [rows, bytes], as the kernels' packing reads them: most types as they are, others level by level."""
+        if not self.is_recoded:
+            return self.data
+        step, parts = max(1, _AT_ONCE // self.columns), []
+        for first in range(0, self.rows, step):
+            rows = self.data[first : first + step]
+            parts.append(LEVELS[self.type](rows.reshape(-1, self.type.nbytes)).packed().view(len(rows), -1))
+        return torch.cat(parts)
 
     def select(self, rows: Tensor | slice) -> Blocks:
         """Some rows, by number (int64 [n], copied) or by a slice (shared)."""

@@ -123,14 +123,12 @@ def family_of(metadata: Metadata) -> Family:
 
     Raises:
         Unsupported: Shoal does not know the architecture, or knows it without experts alone.
-        ValueError: the file is no model, or one part of a split one.
+        ValueError: the file is no model.
     """
     name = metadata.architecture
     if (kind := metadata.text("general.type", "model")) != "model":
         raise ValueError(f"the GGUF file is of type {kind!r} and no model: an adapter, or what belongs beside a model, "
                          "does nothing alone. Give the model's own file, with an adapter merged into it")
-    if metadata.whole("split.count", 0, least=0) > 1:
-        raise ValueError("the GGUF file is one part of several; join them first, with llama-gguf-split --merge")
     mixed = metadata.whole("expert_count", 0, least=0) > 1
     known = MIXTURES if mixed else FAMILIES
     if name not in known:

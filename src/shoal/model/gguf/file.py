@@ -1,4 +1,4 @@
-"""An open GGUF file: its header, and its tensors as views of a read-only mapping."""
+"""An open GGUF file, or all parts of one: its header, and its tensors as views of read-only mappings."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ import torch
 from torch import Tensor
 
 from shoal.model.gguf.blocks import Blocks, plain
-from shoal.model.gguf.header import Header, TensorInfo, mapped, parse
+from shoal.model.gguf.header import Header, TensorInfo
+from shoal.model.gguf.splits import opened
 
 
 class GgufFile:
-    """A GGUF file, mapped once; processes that map it share its pages. Raises as `header.read_header`.
+    """A GGUF file, mapped once; processes that map it share its pages. Raises as `splits.opened`.
 
     Attributes:
-        path: of the file.
+        path: of the file, the first one of a model in parts.
+        paths: of all parts.
         header: its metadata and where its tensors lie.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        buffer = mapped(path)
-        self._buffer: mmap.mmap | None = buffer
-        self.header: Header = parse(buffer, self.path.name)
+        found: tuple[Header, tuple[Path, ...], tuple[mmap.mmap, ...]] = opened(self.path)
+        self.header, self.paths, self._buffers = found
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
-            self._bytes: Tensor | None = torch.frombuffer(buffer, dtype=torch.uint8)
+            self._bytes = [torch.frombuffer(buffer, dtype=torch.uint8) for buffer in self._buffers]
 
     def has(self, name: str) -> bool:
         """Whether the file has a tensor of that name."""
@@ -55,12 +56,12 @@ class GgufFile:
 
     def close(self) -> None:
         """Give up the mapping; it stays alive as long as a view of it does."""
-        self._bytes = self._buffer = None
+        self._bytes, self._buffers = [], ()
 
     def release(self) -> None:
         """Give back the memory of the pages that were read; views stay valid and read them again."""
-        if self._buffer is not None and hasattr(mmap, "MADV_DONTNEED"):
-            self._buffer.madvise(mmap.MADV_DONTNEED)
+        for buffer in self._buffers if hasattr(mmap, "MADV_DONTNEED") else ():
+            buffer.madvise(mmap.MADV_DONTNEED)
 
     def __enter__(self) -> GgufFile:
         return self
@@ -69,6 +70,6 @@ class GgufFile:
         self.close()
 
     def _raw(self, info: TensorInfo) -> Tensor:
-        if self._bytes is None:
+        if not self._bytes:
             raise ValueError(f"{self.path.name!r} is closed; open it again with GgufFile(path)")
-        return self._bytes[info.offset : info.offset + info.nbytes]
+        return self._bytes[info.part][info.offset : info.offset + info.nbytes]

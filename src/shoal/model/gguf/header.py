@@ -42,10 +42,27 @@ class GgmlType(IntEnum):
     Q5_0 = 6
     Q5_1 = 7
     Q8_0 = 8
+    Q2_K = 10
+    Q3_K = 11
     Q4_K = 12
     Q5_K = 13
     Q6_K = 14
+    IQ2_XXS = 16
+    IQ2_XS = 17
+    IQ3_XXS = 18
+    IQ1_S = 19
+    IQ4_NL = 20
+    IQ3_S = 21
+    IQ2_S = 22
+    IQ4_XS = 23
+    IQ1_M = 29
     BF16 = 30
+    TQ1_0 = 34
+    TQ2_0 = 35
+    MXFP4 = 39
+    NVFP4 = 40
+    Q1_0 = 41
+    Q2_0 = 42
 
     @property
     def values(self) -> int:
@@ -72,14 +89,14 @@ class GgmlType(IntEnum):
 _SIZES = {
     GgmlType.F32: (1, 4), GgmlType.F16: (1, 2), GgmlType.BF16: (1, 2), GgmlType.Q4_0: (32, 18), GgmlType.Q4_1: (32, 20),
     GgmlType.Q5_0: (32, 22), GgmlType.Q5_1: (32, 24), GgmlType.Q8_0: (32, 34), GgmlType.Q4_K: (256, 144),
-    GgmlType.Q5_K: (256, 176), GgmlType.Q6_K: (256, 210),
+    GgmlType.Q5_K: (256, 176), GgmlType.Q6_K: (256, 210), GgmlType.Q2_K: (256, 84), GgmlType.Q3_K: (256, 110),
+    GgmlType.IQ2_XXS: (256, 66), GgmlType.IQ2_XS: (256, 74), GgmlType.IQ2_S: (256, 82), GgmlType.IQ3_XXS: (256, 98),
+    GgmlType.IQ3_S: (256, 110), GgmlType.IQ1_S: (256, 50), GgmlType.IQ1_M: (256, 56), GgmlType.IQ4_NL: (32, 18),
+    GgmlType.IQ4_XS: (256, 136), GgmlType.TQ1_0: (256, 54), GgmlType.TQ2_0: (256, 66), GgmlType.MXFP4: (32, 17),
+    GgmlType.NVFP4: (64, 36), GgmlType.Q1_0: (128, 18), GgmlType.Q2_0: (64, 18),
 }
 
-OTHERS = {
-    9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
-    20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
-    29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
-}
+OTHERS = {9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64"}
 """Types that Shoal does not read, for error messages."""
 
 
@@ -129,6 +146,7 @@ class TensorInfo:
         shape: in torch's order; the last dimension is contiguous.
         offset: its first byte in the file.
         nbytes: its size in bytes.
+        part: number of the file that it is in, of a model in several files.
     """
 
     name: str
@@ -136,6 +154,7 @@ class TensorInfo:
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+    part: int = 0
 
 
 @dataclass(frozen=True)

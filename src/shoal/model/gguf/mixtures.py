@@ -144,6 +144,18 @@ def _nemotron_h(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
     }
 
 
+def _gpt_oss(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
+    rope, layers = common["rope_parameters"], common["num_hidden_layers"]
+    sliding = metadata.pattern("attention.sliding_window_pattern", 2, layers)
+    return {
+        "num_local_experts": metadata.whole("expert_count"), "num_experts_per_tok": metadata.whole("expert_used_count"),
+        "intermediate_size": metadata.whole("expert_feed_forward_length"),
+        "sliding_window": metadata.whole("attention.sliding_window"), "attention_bias": file.has("blk.0.attn_q.bias"),
+        "layer_types": ["sliding_attention" if one else "full_attention" for one in sliding],
+        "rope_parameters": rope | ({"truncate": False} if rope["rope_type"] == "yarn" else {}),
+    }
+
+
 def _names(prefix: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> dict[str, str]:
     return {f"{prefix}.experts.#.{name}.weight": place for name, place in ((gate, GATE), (up, UP), (down, DOWN))}
 
@@ -154,6 +166,9 @@ _QWEN = {"mlp.gate.weight": _ROUTER, **_names("mlp"), "mlp.shared_expert_gate.we
 _GLM = {"mlp.gate.weight": _ROUTER, **_names("mlp"), "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
         **{f"mlp.shared_experts.{name}.weight": f"ffn_{part}_shexp.weight" for name, part in _PARTS.items()},
         "post_attention_layernorm.weight": "post_attention_norm.weight"}
+_GPT_OSS = {"mlp.router.weight": _ROUTER, "mlp.router.bias": "ffn_gate_inp.bias", **_names("mlp"),
+            **{f"mlp.experts.{name}_bias": f"ffn_{part}_exps.bias" for name, part in _PARTS.items()},
+            "self_attn.sinks": "attn_sinks.weight", "post_attention_layernorm.weight": "post_attention_norm.weight"}
 _GRANITE = {"block_sparse_moe.router.weight": _ROUTER, **_names("block_sparse_moe")}
 _SHARED_MLP = {f"shared_mlp.{name}.weight": f"ffn_{part}_shexp.weight"
                for name, part in (*_PARTS.items(), ("output_linear", "down"))}
@@ -182,6 +197,7 @@ MIXTURES: Mapping[str, Family] = MappingProxyType({
     "qwen3moe": Family("qwen3_moe", _qwen(_attention_bias, True), own_head_dim=True, layer=_QWEN),
     "olmoe": Family("olmoe", _olmoe, layer=_QWEN),
     "glm4moe": Family("glm4_moe", _glm, partial=True, own_head_dim=True, layer=_GLM),
+    "gpt-oss": Family("gpt_oss", _gpt_oss, own_head_dim=True, layer=_GPT_OSS),
     "granitemoe": Family("granitemoe", _local(_granite), interleaved=True, layer=_GRANITE),
     "granitehybrid": _with(HYBRIDS["granitehybrid"], "granitemoehybrid", _local(_granite_hybrid),
                            {**_GRANITE, **_SHARED_MLP}),

@@ -40,6 +40,9 @@ _STACKED = re.compile(r"(.+\.layers\.\d+\.)(.+\.experts\.)(gate_up_proj|up_proj|
 """The tensors of transformers' modules that have the matrices of all experts."""
 CONV = "self_attn.conv1d.weight"
 """The convolution of Kimi Linear, which files have in parts."""
+_TURNED = "mlp.experts.gate_up_proj_bias"
+_BIASES = {_TURNED: ("mlp.experts.gate_proj_bias", "mlp.experts.up_proj_bias")}
+"""The biases of gpt-oss's gates and ups, which its modules have by turns, and their parts."""
 _KEY_HEADS = {"in_proj_b": 0, "in_proj_a": 1}
 """Halves of a matrix whose rows are ordered by key heads."""
 
@@ -114,9 +117,13 @@ class GgufSource(Source):
         parts = self.parts(name)
         if _STACKED.fullmatch(name):
             places = dict.fromkeys(place for part in parts if (place := self._place(part)) is not None)
+            if self._family.model_type == "gpt_oss" and places:  # whose modules have columns for outputs
+                return _by_turns([self._file.values(place) for place in places]).mT
             return torch.cat([self._file.values(place) for place in places], 1) if places else None
         if name.endswith(EXPAND) and parts != (name,):
             return expanded(*(self._file.values(self._info(part).name) for part in parts))
+        if name.endswith(_TURNED):
+            return _by_turns([self[part] for part in parts]) if all(map(self.has, parts)) else None
         if name.endswith("in_proj_qkvz.weight"):
             return by_key_heads(self[parts[0]], self[parts[1]], self._config)
         if parts != (name,):
@@ -133,7 +140,7 @@ class GgufSource(Source):
                          if place in wanted)
         if name.endswith(EXPAND) and not self.has(name):
             return tuple(name.removesuffix(EXPAND) + part.replace("#", "0") for part in (KEYS, VALUES))
-        for joined, parts in JOINED.items():
+        for joined, parts in {**JOINED, **_BIASES}.items():
             if name.endswith(joined):
                 return tuple(name.removesuffix(joined) + part for part in parts)
         return (name,)
@@ -158,6 +165,11 @@ class GgufSource(Source):
     def path(self) -> Path:
         """The path of the file."""
         return self._file.path
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """Of all its parts."""
+        return self._file.paths
 
     def type_of(self, name: str) -> GgmlType:
         """The type of a tensor; KeyError if there is none of that name."""
@@ -240,3 +252,6 @@ class GgufSource(Source):
         return torch.arange(rows).view(heads, rows // heads // 2, 2).transpose(1, 2).flatten()
 
 
+def _by_turns(parts: list[Tensor]) -> Tensor:
+    """Matrices or vectors [experts, rows, ..] as one, whose rows are theirs by turns."""
+    return torch.stack(parts, 2).flatten(1, 2)

@@ -9,6 +9,7 @@ Gemma they follow the order of the tokens. A large vocabulary has half a million
 from __future__ import annotations
 
 import hashlib
+import logging
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from shoal.heap import give_back, uncollected
 from shoal.model.gguf.header import Header
 from shoal.model.gguf.metadata import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, Metadata, Vocabulary, vocabulary_of
 from shoal.user_cache import cache_folder, write_whole
+
+log = logging.getLogger(__name__)
 
 _ENDINGS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -172,9 +175,13 @@ def _made(header: Header) -> Any | None:
 
 
 def _rules(name: str) -> PreTokenizer:
+    if not name:
+        log.warning("the GGUF file does not name its pre-tokenizer (tokenizer.ggml.pre), so text is cut by the default "
+                    "one, as llama.cpp does; answers may be worse. %s", _REMEDY)
+        return PRE_TOKENIZERS["default"]
     if name not in PRE_TOKENIZERS:
-        what = f"a GGUF tokenizer with the pre-tokenizer {name!r}" if name else "a GGUF tokenizer without pre-tokenizer"
-        raise Unsupported(what, f"a wrong one would cut text wrongly; known are {', '.join(PRE_TOKENIZERS)}", _REMEDY)
+        raise Unsupported(f"a GGUF tokenizer with the pre-tokenizer {name!r}",
+                          f"a wrong one would cut text wrongly; known are {', '.join(PRE_TOKENIZERS)}", _REMEDY)
     return PRE_TOKENIZERS[name]
 
 

@@ -84,6 +84,24 @@ class Routing:
         return seen.repeat_interleave(grouped.shape[-1], -1)
 
 
+@dataclass(frozen=True)
+class ClampedUnit:
+    """The gated unit of gpt-oss: (up + 1) * gate * sigmoid(alpha * gate), gate and up limited before.
+
+    Attributes:
+        limit: the most that a gate may be, and the largest size of an up.
+        alpha: factor inside of the sigmoid.
+    """
+
+    limit: float
+    alpha: float
+
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Neurons from gates and ups of one shape."""
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return (up + 1) * gate * torch.sigmoid(self.alpha * gate)
+
+
 def _first(values: Tensor, count: int) -> Tensor:
     """Places of the `count` largest values of each row, the first of equals first."""
     return values.sort(dim=-1, descending=True, stable=True).indices[..., :count]
@@ -103,6 +121,9 @@ class Mixture(Generic[M]):
         gated: whether the MLP beside them is gated.
         plain: whether experts have no gate.
         latent: the projection of what experts read, and that of their sum; or None.
+        clamped: the gated unit in place of `activation`, or None.
+        router_bias: [count], added to the logits, or None.
+        gate_up_bias, down_bias: [count, 2 width] and [count, hidden], or None.
     """
 
     routing: Routing
@@ -114,6 +135,10 @@ class Mixture(Generic[M]):
     gated: bool = False
     plain: bool = False
     latent: tuple[M, M] | None = None
+    clamped: ClampedUnit | None = None
+    router_bias: Tensor | None = None
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
 
     def __call__(self, x: Tensor, dtype: torch.dtype, beside: Tensor | None = None) -> Tensor:
         """Outputs [n, hidden] for normed inputs [n, hidden], both in float32 or float64.
@@ -122,7 +147,7 @@ class Mixture(Generic[M]):
             dtype: of the inputs of the experts' matrices.
             beside: [n, hidden], what a shared expert gives, which is added first; or None.
         """
-        logits = self.router(x)
+        logits = self.router(x) if self.router_bias is None else self.router(x) + self.router_bias.to(x.dtype)
         chosen, weights = self.routing(logits[:, : self.routing.count], self.bias)
         out = torch.zeros_like(x)
         if beside is not None:
@@ -139,7 +164,8 @@ class Mixture(Generic[M]):
         """Add what experts give for `narrow` to `out`."""
         for expert in chosen.unique().tolist():
             token, place = (chosen == expert).nonzero(as_tuple=True)
-            found = self.down[expert](self._neurons(self.gate_up[expert](narrow[token]))).to(out.dtype)
+            given = _plus(self.gate_up[expert](narrow[token]), self.gate_up_bias, expert)
+            found = _plus(self.down[expert](self._neurons(given)), self.down_bias, expert).to(out.dtype)
             out.index_add_(0, token, found * weights[token, place, None])
         return out
 
@@ -147,4 +173,9 @@ class Mixture(Generic[M]):
         if self.plain:
             return self.activation(inputs)
         gate, up = inputs.chunk(2, dim=-1)
-        return self.activation(gate) * up
+        return self.activation(gate) * up if self.clamped is None else self.clamped(gate, up)
+
+
+def _plus(products: Tensor, biases: Tensor | None, expert: int) -> Tensor:
+    """Products of an expert's matrix, with its bias if there is one."""
+    return products if biases is None else products + biases[expert].to(products.dtype)

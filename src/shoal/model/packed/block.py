@@ -127,7 +127,8 @@ def gated(normed: Tensor, layer: Layer, shape: Shape) -> Tensor:
 
 
 def scaled_attention(
-    q: Tensor, keys: Tensor, values: Tensor, shape: Shape, mask: Tensor | None, causal: bool = False
+    q: Tensor, keys: Tensor, values: Tensor, shape: Shape, mask: Tensor | None, causal: bool = False,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention outputs [seqs, heads, n, head_dim].
 
@@ -138,8 +139,9 @@ def scaled_attention(
         mask: [seqs or 1, 1 or heads, n, c]: bool, True = visible, or added to the scores; None hides nothing. A float32
             mask is added in float32, whatever the dtype of the queries.
         causal: used without a mask, for c = n: query i sees keys 0..i.
+        sinks: [heads], a further score of each softmax, which belongs to no key; or None.
     """
-    if shape.attention_cap is None and (mask is None or mask.dtype in (torch.bool, q.dtype)):
+    if sinks is None and shape.attention_cap is None and (mask is None or mask.dtype in (torch.bool, q.dtype)):
         grouped = q.shape[1] != keys.shape[1]
         return scaled_dot_product_attention(
             q, keys, values, attn_mask=mask, is_causal=causal, scale=shape.attention_scale, enable_gqa=grouped
@@ -154,8 +156,16 @@ def scaled_attention(
     if mask is not None:
         mask = mask.expand(-1, heads, -1, -1).unflatten(1, (kv_heads, -1))
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-    weights = scores.softmax(-1).to(values.dtype).view(rows, kv_heads, -1, keys.shape[2])
+    weights = _softmax(scores, sinks).to(values.dtype).view(rows, kv_heads, -1, keys.shape[2])
     return (weights @ values).view_as(q)
+
+
+def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Weights for scores [.., kv_heads, heads / kv_heads, n, c] beside those of the sinks."""
+    if sinks is None:
+        return scores.softmax(-1)
+    sinks = sinks.to(scores.dtype).view(*scores.shape[-4:-2], 1, 1).expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
 
 
 def differential_attention(
@@ -177,7 +187,8 @@ def differential_attention(
 
 
 def gathered_attention(
-    q: Tensor, keys: Tensor, values: Tensor, shape: Shape, slots: Tensor, bias: Tensor | None = None
+    q: Tensor, keys: Tensor, values: Tensor, shape: Shape, slots: Tensor, bias: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention outputs [heads, n, head_dim] of one sequence, each query over some of the slots.
 
@@ -186,6 +197,7 @@ def gathered_attention(
         keys, values: [kv_heads, c, head_dim].
         slots: int64 [kv_heads or heads, n, k], padded with -1; each query has at least one.
         bias: float32 [kv_heads, c], added to the scores, or None.
+        sinks: as of `scaled_attention`.
     """
     heads, count, size = q.shape
     if len(slots) > len(keys):  # give each query head a KV head of its own
@@ -200,7 +212,8 @@ def gathered_attention(
     if bias is not None:
         scores = scores + bias[head, index][:, :, None]
     scores = scores.masked_fill((slots < 0)[:, :, None], -torch.inf)
-    mixed = scores.softmax(-1).to(values.dtype) @ values[head, index]
+    weights = _softmax(scores.transpose(1, 2), sinks).transpose(1, 2) if sinks is not None else scores.softmax(-1)
+    mixed = weights.to(values.dtype) @ values[head, index]
     return mixed.transpose(1, 2).reshape(heads, count, size)
 
 

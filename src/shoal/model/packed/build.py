@@ -26,6 +26,7 @@ from shoal.model.packed.runner import PackedRunner
 from shoal.model.packed.shape import REMEDY, RotaryTable, shape_of
 from shoal.model.packed.source import (
     PUBLISHED,
+    ExpertsByRows,
     FewerLayers,
     GatesBelow,
     HalvesPaired,
@@ -130,9 +131,13 @@ def file_packer(
 
     if not kernels:
         return TorchFilePacker(source, dtype, read), None
+    matrices = source.matrices()
     most = sum(native.packed_bytes(native.kind_of_type(kind), rows + native.LANES, columns)  # row blocks may be padded
-               for kind, (rows, columns) in source.matrices())
-    kept = Repacked(source.path, most)
+               for kind, (rows, columns) in matrices)
+    if grown := ", ".join(sorted({f"{kind.name} as {native.kind_of_type(kind)}" for kind, _ in matrices
+                                  if native.kind_of_type(kind).upper() != kind.name and not kind.is_float})):
+        log.info("some matrices are held in another form of the same numbers: %s", grown)
+    kept = Repacked(source.paths, most)
     return NativeFilePacker(source, kept, read), kept
 
 
@@ -152,6 +157,8 @@ def build(
     file, plain = source.source if isinstance(source, FewerLayers) else source, source
     if config.get_text_config().model_type == "qwen3_next" and not isinstance(file, GgufSource):
         source = _apart(config.get_text_config(), source)
+    if config.get_text_config().model_type == "gpt_oss" and not isinstance(file, GgufSource):
+        source = ExpertsByRows(source)
     if config.model_type in PUBLISHED and not isinstance(plain, ModelSource | GgufSource):
         source = PublishedNames(source, PUBLISHED[config.model_type])
     if not isinstance(plain, ModelSource):  # a loaded model needs no check
@@ -169,7 +176,9 @@ def build(
     pack_one: Pack = partial(pack, quant=quant)
     if kernels:
         pack_one = partial(pack_for, quant=quant, arena=native.Arena())
-    pack_file, kept = None, None
+    pack_file, kept, pack_blocks = None, None, None
+    if kernels and quant is None:
+        pack_blocks = partial(_pack_blocks, native.Arena())
     if isinstance(file, GgufSource) and quant is None and device.type == "cpu":
         pack_file, kept = file_packer(file, dtype, kernels, ordered)
         if isinstance(plain, FewerLayers):
@@ -178,12 +187,18 @@ def build(
         if kept is not None:
             undone.callback(kept.abandon)
         by_turns = isinstance(file, GgufSource) and file.by_turns
-        packer = Packer(source, shape, dtype, device, pack_one, pack_file, config.get_text_config(), by_turns)
+        packer = Packer(source, shape, dtype, device, pack_one, pack_file, config.get_text_config(), by_turns,
+                        pack_blocks)
         weights = packer.weights()
         if kept is not None and file is plain:  # with layers left out it is no copy of the file
             undone.pop_all()
             kept.finish()
     return (NativeRunner if kernels else PackedRunner)(shape, weights, rotary, dtype, device)
+
+
+def _pack_blocks(arena: native.Arena, blocks: Blocks, role: Role) -> Linear:
+    """Blocks of a checkpoint, packed for the kernels."""
+    return native.pack_blocks(blocks, role == "pair", arena)
 
 
 def _apart(text: Any, source: Source) -> KeyHeadsApart:
@@ -201,7 +216,7 @@ def _pack_original(source: FewerLayers, pack: PackFile, names: Sequence[str], ro
 def check_unquantised(config: Any) -> None:
     """Refuse weights that are quantised according to their config; the packed block starts from plain ones."""
     kind = quantised_by(config)
-    if kind is not None:
+    if kind is not None and (config.model_type, kind) != ("gpt_oss", "mxfp4"):
         why = f"its config says that its weights are quantised by {kind!r}, and the packed block starts from plain ones"
         raise Unsupported(f"the packed backend for model type {config.model_type!r}", why, REMEDY)
 

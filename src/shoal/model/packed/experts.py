@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from shoal.errors import Unsupported
-from shoal.model.layers.experts import Routing
+from shoal.model.layers.experts import ClampedUnit, Routing
 from shoal.model.packed.kinds import LayerKind
 
 
@@ -29,6 +29,8 @@ class ExpertNames:
         shared: of the MLP beside the experts, with the dot.
         shared_gate: of its gate's matrix, or None.
         latent: of the projections around the experts.
+        router_bias: of the vector that is added to the logits, or None.
+        biases: of the biases of all experts, each alternatively whole or in parts: gate and up, and down; or none.
     """
 
     router: tuple[str, ...] = ("mlp.gate.weight",)
@@ -40,6 +42,8 @@ class ExpertNames:
     shared: str = "mlp.shared_expert."
     shared_gate: str | None = None
     latent: tuple[str, str] = ("", "")
+    router_bias: str | None = None
+    biases: tuple[tuple[tuple[str, ...], ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -52,9 +56,10 @@ class ExpertKind:
         has: whether a layer has experts, by config and number of the layer.
         width: neurons of an expert, by config.
         shared: neurons of the MLP beside the experts, by config; 0 for none.
-        biased: whether the router has a bias, by config.
+        biased: whether the router has a bias of the choice, by config.
         plain: whether experts, and the MLP beside them, have no gate.
         latent: numbers that experts read and give, by config; 0 for those of a state.
+        clamped: the gated unit, by config, if it is not an activation of the gate times up.
     """
 
     names: ExpertNames
@@ -65,6 +70,7 @@ class ExpertKind:
     biased: Callable[[Any], bool] = lambda text: False
     plain: bool = False
     latent: Callable[[Any], int] = lambda text: 0
+    clamped: Callable[[Any], ClampedUnit | None] = lambda text: None
 
 
 @dataclass(frozen=True)
@@ -76,6 +82,7 @@ class ExpertShape:
         width: neurons of an expert.
         biased, gated: whether there are a bias of the choice, and a gate of the MLP beside.
         plain, latent: see `ExpertKind`.
+        clamped: the gated unit, or None.
     """
 
     names: ExpertNames
@@ -85,6 +92,7 @@ class ExpertShape:
     gated: bool
     plain: bool = False
     latent: int = 0
+    clamped: ClampedUnit | None = None
 
 
 def expert_shape(text: Any) -> ExpertShape | None:
@@ -93,7 +101,7 @@ def expert_shape(text: Any) -> ExpertShape | None:
     if kind is None or not any(kind.has(text, layer) for layer in range(text.num_hidden_layers)):
         return None
     return ExpertShape(kind.names, kind.routing(text), kind.width(text), kind.biased(text),
-                       kind.names.shared_gate is not None, kind.plain, kind.latent(text))
+                       kind.names.shared_gate is not None, kind.plain, kind.latent(text), kind.clamped(text))
 
 
 def with_experts(
@@ -203,6 +211,10 @@ _NEMOTRON = ExpertNames(
     ("mixer.gate.weight",), (("mixer.experts.up_proj", "mixer.experts.down_proj"),),
     ("mixer.experts.{}.up_proj.weight", "mixer.experts.{}.down_proj.weight"), ("mixer.gate.e_score_correction_bias",),
     shared="mixer.shared_experts.", latent=("mixer.fc1_latent_proj.weight", "mixer.fc2_latent_proj.weight"))
+_GPT_OSS = ExpertNames(
+    ("mlp.router.weight",), router_bias="mlp.router.bias",
+    biases=((("mlp.experts.gate_up_proj_bias",), ("mlp.experts.gate_proj_bias", "mlp.experts.up_proj_bias")),
+            (("mlp.experts.down_proj_bias",),)))
 
 EXPERTS: Mapping[str, ExpertKind] = MappingProxyType({
     "qwen2_moe": ExpertKind(_GATED, _softmax, _sparse_steps, shared=_shared_width),
@@ -221,6 +233,10 @@ EXPERTS: Mapping[str, ExpertKind] = MappingProxyType({
         _ERNIE, _ernie, lambda text, layer: (layer + 1) % text.moe_layer_interval == 0
         and text.moe_layer_start_index <= layer <= text.moe_layer_end_index, biased=lambda text: True,
         shared=lambda text: int(text.moe_intermediate_size * text.moe_num_shared_experts)),
+    "gpt_oss": ExpertKind(
+        _GPT_OSS, lambda text: Routing(text.num_local_experts, text.num_experts_per_tok),
+        width=lambda text: int(text.intermediate_size),
+        clamped=lambda text: ClampedUnit(float(text.swiglu_limit), float(text.swiglu_alpha))),
     "qwen3_next": ExpertKind(_GATED, _softmax, _sparse_steps, shared=_shared_width),
     "qwen3_5_moe_text": ExpertKind(_GATED, _softmax, shared=_shared_width),
     "lfm2_moe": ExpertKind(_LFM2, _lfm2, lambda text, layer: layer >= text.num_dense_layers,

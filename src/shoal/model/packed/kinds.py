@@ -165,7 +165,7 @@ LLAMA: Mapping[str, ModelKind] = MappingProxyType({
 """Model types whose layers are all attention and a gated MLP by Llama's names: the kernels run them."""
 
 MIXTURES: Mapping[str, ModelKind] = MappingProxyType({
-    **dict.fromkeys(("qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "granitemoe", "glm4_moe", "ernie4_5_moe"),
+    **dict.fromkeys(("qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "granitemoe", "glm4_moe", "ernie4_5_moe", "gpt_oss"),
                     ModelKind()),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), _LATENT),
 })

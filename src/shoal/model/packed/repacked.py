@@ -5,6 +5,7 @@ They are in the user's cache folder, by the SHA-256 of the file and of the sourc
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import mmap
@@ -13,7 +14,7 @@ import shutil
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,12 +33,12 @@ log = logging.getLogger(__name__)
 
 
 class Repacked:
-    """The repacked matrices of one file: cached, or new ones of at most `expected` bytes, which `finish` caches."""
+    """The repacked matrices of a model's files: cached, or new ones of `expected` bytes or less, cached by `finish`."""
 
-    def __init__(self, path: Path, expected: int) -> None:
-        self._kept = _read(path)
+    def __init__(self, paths: Sequence[Path], expected: int) -> None:
+        self._kept = _read(paths)
         self._room = None if self._kept is not None else _Room.make(expected)
-        self._hash = None if self._room is None else ThreadPoolExecutor(1).submit(sha256, path)  # while repacking
+        self._hash = None if self._room is None else ThreadPoolExecutor(1).submit(_digest, paths, sha256)
         self._records: dict[str, dict[str, Any]] = {}
         self._spare = native.Arena()
 
@@ -55,7 +56,7 @@ class Repacked:
     def finish(self) -> None:
         """Cache what was made; if that fails, the matrices stay in this process's memory."""
         if self._room is not None and self._hash is not None:
-            self._room.finish(self._records, _folder(self._hash.result(), self._room.root))
+            self._room.finish(self._records, _folder(str(self._hash.result()), self._room.root))
 
     def abandon(self) -> None:
         """Remove what was made from disk, since the model cannot be loaded after all."""
@@ -143,9 +144,17 @@ def _matrix(mapped: Tensor, record: dict[str, Any]) -> native.PackedWeight:
     return native.PackedWeight(record["kind"], record["rows"], record["cols"], *parts, record["paired"])
 
 
-def _read(path: Path) -> tuple[Tensor, dict[str, dict[str, Any]]] | None:
+def _digest(paths: Sequence[Path], of: Callable[[Path], str | None]) -> str | None:
+    """One digest of all files, of one its own; None where one is None."""
+    known = [of(path) for path in paths]
+    if None in known:
+        return None
+    return known[0] if len(known) == 1 else hashlib.sha256("".join(map(str, known)).encode()).hexdigest()
+
+
+def _read(paths: Sequence[Path]) -> tuple[Tensor, dict[str, dict[str, Any]]] | None:
     """The bytes and the index of a file's cached matrices; None if there are none or they are damaged."""
-    root, known = cache_folder(), known_sha256(path)
+    root, known = cache_folder(), _digest(paths, known_sha256)
     if root is None or known is None:
         return None
     folder = _folder(known, root)

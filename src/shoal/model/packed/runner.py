@@ -298,10 +298,10 @@ class _Pass:
             view = chunk.view(base, store.starts[chunk.seq], first, last)
             keys, values = (one[None] for one in store.read(chunk.seq, view.slots, q.dtype))
         queries, bias = q.transpose(0, 1), store.bias[chunk.seq]
-        own = self.runner.weights.layers[layer].differential
+        own, sinks = self.runner.weights.layers[layer].differential, self.runner.weights.layers[layer].sinks
         chosen = self._asker.slots(chunk, layer, first, queries, keys[0])
         if chosen is not None:
-            out = block.gathered_attention(queries, keys[0], values[0], self.runner.shape, chosen, bias)
+            out = block.gathered_attention(queries, keys[0], values[0], self.runner.shape, chosen, bias, sinks)
             return out.transpose(0, 1)
         if bias is None:
             seen = mask([view], store.window, q.device)
@@ -310,7 +310,8 @@ class _Pass:
             rows = len(queries) if own is None else len(queries) // 2
             seen = seq_mask(None, bias[:, : keys.shape[2]], every, rows, dtype)
         causal = seen is None and len(q) > 1
-        attend = block.scaled_attention if own is None else partial(block.differential_attention, own=own)
+        attend = partial(block.scaled_attention, sinks=sinks) if own is None else partial(
+            block.differential_attention, own=own)
         return attend(queries[None], keys, values, self.runner.shape, seen, causal)[0].transpose(0, 1)
 
     def padded(self) -> Tensor:

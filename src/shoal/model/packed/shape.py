@@ -78,6 +78,7 @@ class Shape:
         experts: those of the layers whose kinds say that they have any; None if no layer has.
         latent: sizes of latent attention, whose `head_dim` is of what it stores of a token, with one key-value head.
         layer_norms: whether the norms are LayerNorms with biases.
+        sinks: whether a further score, which belongs to no token, enters each head's softmax (gpt-oss).
         sources: per layer, the one whose keys and values, or whose memory, it reads, or None; empty if no layer does.
     """
 
@@ -115,6 +116,7 @@ class Shape:
     latent: LatentSizes | None = None
     layer_norms: bool = False
     sources: tuple[int | None, ...] = ()
+    sinks: bool = False
 
     def source(self, layer: int) -> int | None:
         """The layer that a layer reads instead of keeping something itself; None for one that keeps its own."""
@@ -244,6 +246,7 @@ def shape_of(config: Any, dtype: torch.dtype = torch.float64) -> Shape:
         latent=latent,
         layer_norms=MODELS[text.model_type].layer_norms,
         sources=MODELS[text.model_type].sources(text),
+        sinks=text.model_type == "gpt_oss",
     )
     return replace(shape, **_special(text, shape)) if text.model_type in HYBRIDS else shape
 

@@ -17,8 +17,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from typing_extensions import override
 
+from shoal.errors import Unsupported
+from shoal.model.gguf.blocks import Blocks
+from shoal.model.gguf.header import GgmlType
+
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_HALF = 16
+"""Bytes of the numbers of an MXFP4 block: half of its numbers."""
 _NUMBERED = re.compile(r"((?:[^.]+\.)*?)(\d+)(\..+)")
 """The name of a layer's tensor: the part before the layer's number, the number, and the rest."""
 
@@ -182,6 +188,66 @@ class GatesBelow(ChangedSource):
         if name.split(".")[-2] != "q_proj":
             return None
         return torch.arange(rows).view(-1, 2, self._head_dim).transpose(0, 1).flatten()
+
+
+class ExpertsByRows(ChangedSource):
+    """gpt-oss's experts as those of other models: rows are outputs, those of gates above those of ups.
+
+    Checkpoints and modules have columns for outputs, gates and ups by turns; published checkpoints have MXFP4 blocks in
+    rows (`_blocks`, `_scales`), whose numbers bfloat16 holds exactly.
+    """
+
+    _BY_TURNS, _MATRICES = "mlp.experts.gate_up_proj", ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+
+    @override
+    def names(self) -> list[str]:
+        return sorted({name.removesuffix("_blocks").removesuffix("_scales") for name in self._source.names()})
+
+    @override
+    def has(self, name: str) -> bool:
+        return self._source.has(name) or self._source.has(f"{name}_blocks")
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name.endswith(self._MATRICES):
+            rows = self._source[name].mT if self._source.has(name) else self._dequantised(name)
+            return _apart(rows) if name.endswith(self._BY_TURNS) else rows
+        tensor = self._source[name]
+        return _apart(tensor) if name.endswith(f"{self._BY_TURNS}_bias") else tensor
+
+    def _dequantised(self, name: str) -> Tensor:
+        """Bfloat16 [experts, rows, columns]."""
+        return torch.stack([blocks.dequantise(torch.bfloat16) for blocks in self._in_blocks(name)])
+
+    def blocks(self, name: str) -> list[Blocks] | None:
+        """The matrices of all experts as MXFP4 blocks, None if they are none; rows as of the tensor of that name."""
+        if not self._source.has(f"{name}_blocks"):
+            return None
+        found = self._in_blocks(name)
+        if not name.endswith(self._BY_TURNS):
+            return found
+        order = torch.arange(found[0].rows).view(-1, 2).T.flatten()
+        return [one.select(order) for one in found]
+
+    def _in_blocks(self, name: str) -> list[Blocks]:
+        """The same with the rows of the checkpoint, whose bytes have two neighbours, the low half first.
+
+        In a GGUF block a byte has a number of the first half and one of the second.
+        """
+        stored, scales = self._source[f"{name}_blocks"], self._source[f"{name}_scales"]
+        if stored.shape[:-1] != scales.shape or stored.dim() != 4 or stored.shape[-1] != _HALF:
+            what = f"a checkpoint whose {name}_blocks are {list(stored.shape)}, and their scales {list(scales.shape)}"
+            raise Unsupported(what, f"it must be [experts, rows, n, {_HALF}] and [experts, rows, n]", "Fetch it again")
+        found = []
+        for blocks, exponents in zip(stored, scales, strict=True):
+            numbers = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2)
+            data = torch.cat([exponents.unsqueeze(-1), numbers[..., :_HALF] | numbers[..., _HALF:] << 4], -1)
+            found.append(Blocks(GgmlType.MXFP4, data.flatten(1), 2 * _HALF * blocks.shape[1]))
+        return found
+
+
+def _apart(by_turns: Tensor) -> Tensor:
+    """Rows [experts, rows, ..] of two matrices, by turns, as one above the other."""
+    return torch.cat([by_turns[:, ::2], by_turns[:, 1::2]], 1)
 
 
 class PublishedNames(ChangedSource):

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from shoal.errors import Unsupported
 from shoal.heap import give_back
+from shoal.model.gguf.blocks import Blocks
 from shoal.model.gguf.source import GgufSource
 from shoal.model.layers.differential import LAMBDAS, Differential, differential
 from shoal.model.layers.experts import Mixture
@@ -30,7 +31,7 @@ from shoal.model.packed.latent import BY_HEADS, EXPAND, NORM, QUERY_NORM, WIDEN,
 from shoal.model.packed.linear import ACTIVATIONS, Dense, Linear, parts_of
 from shoal.model.packed.mixers import FORMS, Projection, memory_sizes, memory_unit
 from shoal.model.packed.shape import REMEDY, Shape
-from shoal.model.packed.source import FewerLayers, Source
+from shoal.model.packed.source import ExpertsByRows, FewerLayers, Source
 
 _NO_BIAS = ("mistral", "ministral", "phi3", "exaone4", "lfm2", "nemotron_h")
 _NO_OUT_BIAS = ("qwen2", "glm", "glm4", "helium", "qwen2_moe", "glm4_moe")
@@ -38,7 +39,7 @@ _MLP_BIAS = ("llama", "granite", "smollm3", "seed_oss", "helium", "bamba", "falc
 _HEAD_NORMS = ("qwen3", "gemma3_text", "olmo2", "olmo3", "exaone4", "qwen3_5_text", "lfm2", "olmo_hybrid", "qwen3_moe",
                "olmoe", "qwen3_next", "qwen3_5_moe_text", "lfm2_moe", "lfm3")
 _FUSED = ("phi3", "glm", "glm4", "granitemoehybrid", "phi4flash")
-_QKV = ("q_proj", "k_proj", "v_proj")
+_QKV, _SINKS = ("q_proj", "k_proj", "v_proj"), "sinks"
 _INNER = "inner_cross_attn."
 _SUB_NORM = f"{_INNER}subln.weight"
 """What the names of differential attention's own tensors begin with, and that of its norm."""
@@ -59,6 +60,7 @@ Role = Literal["matrix", "table", "pair", "head", "router"]
 "head" is an untied head, "router" chooses experts."""
 
 Pack = Callable[[Tensor, Role], Linear]
+PackBlocks = Callable[[Blocks, Role], Linear]
 PackFile = Callable[[Sequence[str], Role], Linear]
 """Packs matrices by name, one above the other."""
 
@@ -127,6 +129,7 @@ def _block(text: Any, shape: Shape, layer: int) -> Iterator[Forms]:
     if kind.attends:
         yield from (_one(f"{attention}{part}.bias") for part in _biased(text, names.out)
                     if shape.latent is None or part not in _QKV)
+        yield from (_one(attention + _SINKS) for _ in range(shape.sinks))
     if kind.has_mlp and (model == "recurrent_gemma" or (model in _MLP_BIAS and text.mlp_bias)):
         yield from (_one(f"{mlp}{part}.bias") for part in (*names.gate_up[kind.plain_mlp :], names.down))
 
@@ -154,6 +157,9 @@ def _experts(experts: ExpertShape, beside: bool) -> Iterator[Forms]:
         yield tuple((bias,) for bias in names.bias)
     if beside and names.shared_gate is not None:
         yield _one(names.shared_gate)
+    if names.router_bias is not None:
+        yield _one(names.router_bias)
+    yield from names.biases
 
 
 def _norm_tensors(name: str, shape: Shape) -> Iterator[Forms]:
@@ -221,6 +227,7 @@ class Layer:
         differential: what differential attention has beside its matrices, or None.
         memory_unit: a gated memory unit instead of a recurrence, or None.
         latent: latent attention's own parts, or None. Then the rows of `qkv` are those that its `split` takes.
+        sinks: [heads], scores that belong to no token, or None.
     """
 
     qkv: Linear = field(default_factory=_nothing)
@@ -245,6 +252,7 @@ class Layer:
     differential: Differential | None = None
     memory_unit: GatedMemory | None = None
     latent: LatentAttention[Linear] | None = None
+    sinks: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -295,15 +303,17 @@ class Packer:
         pack_file: packs matrices of a file by name, in the types of the file; None to use `pack`.
         text: the decoder's config, which recurrences take their sizes from; None where there are none.
         by_turns: whether value heads take turns, see `GatedDelta`.
+        pack_blocks: packs experts that a checkpoint has in blocks, as they are; None to dequantise them.
     """
 
     def __init__(
         self, source: Source, shape: Shape, dtype: torch.dtype, device: torch.device, pack: Pack,
         pack_file: PackFile | None = None, text: Any = None, by_turns: bool = False,
+        pack_blocks: PackBlocks | None = None,
     ) -> None:
         self._text, self.by_turns = text, by_turns
         self._source, self._shape, self._dtype, self._device = source, shape, dtype, device
-        self._packed_by, self._packed_from_file = pack, pack_file
+        self._packed_by, self._packed_from_file, self._blocks_by = pack, pack_file, pack_blocks
         self._vectors = torch.float64 if dtype == torch.float64 else torch.float32
         self._root = root_of(source, shape.names)
 
@@ -361,6 +371,8 @@ class Packer:
                                       for norm, width in zip(shape.names.head_norms, (query, key), strict=True))
         layer.qkv_bias = self._joined_bias(qkv)
         layer.out_bias = self._optional(f"{name}{shape.names.out}.bias", shape.hidden)
+        if shape.sinks:
+            layer.sinks = self.vector(name + _SINKS, shape.heads)
 
     def _latent(self, layer: Layer, name: str) -> None:
         """Latent attention, whose last matrices of keys and values are split into those of each head."""
@@ -433,8 +445,16 @@ class Packer:
             routing, self._packed_by(router, "router"),
             self._each(joined[0], dict.fromkeys(into, shape.width), size, routing.count, role),
             self._each(joined[1], {down: size}, shape.width, routing.count, "matrix"),
-            ACTIVATIONS[self._shape.activation], bias, gated, shape.plain, latent,
+            ACTIVATIONS[self._shape.activation], bias, gated, shape.plain, latent, shape.clamped,
+            None if names.router_bias is None else self.vector(layer + names.router_bias, routing.count),
+            *(self._biases(layer, forms, routing.count, rows)
+              for forms, rows in zip(names.biases, (2 * shape.width, hidden), strict=False)),
         )
+
+    def _biases(self, layer: str, forms: Forms, count: int, size: int) -> Tensor:
+        """The biases of all experts [count, size], as one tensor or in parts."""
+        held = next((form for form in forms if self._source.has(layer + form[0])), forms[0])
+        return torch.cat([self.vector(layer + name, count, size // len(held)) for name in held], 1)
 
     def _each(
         self, joined: Sequence[str], apart: Mapping[str, int], columns: int, count: int, role: Role
@@ -444,6 +464,13 @@ class Packer:
         if whole is None:
             return tuple(self.pack({name.format(expert): rows for name, rows in apart.items()}, columns, role)
                          for expert in range(count))
+        blocks = self._source.blocks(whole) if isinstance(self._source, ExpertsByRows) and self._blocks_by else None
+        if blocks is not None and self._blocks_by is not None:
+            shape = [len(blocks), *blocks[0].shape]
+            if shape != [count, sum(apart.values()), columns]:
+                raise Unsupported(f"a checkpoint whose {whole!r} is {shape}",
+                                  f"its config asks for {[count, sum(apart.values()), columns]}", REMEDY)
+            return tuple(self._blocks_by(one, role) for one in blocks)
         tensor = self._tensor(whole, count, sum(apart.values()), columns)
         packed = tuple(self._packed_by(one.to(self._device, self._dtype, copy=True), role) for one in tensor)
         give_back()

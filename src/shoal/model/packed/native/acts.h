@@ -5,7 +5,7 @@
 #ifndef SHOAL_ACTS_H
 #define SHOAL_ACTS_H
 
-#include "layout.h"
+#include "levels.h"
 
 typedef struct {
     int32_t *words;  /* [tiles][depth in words][width of the tile] */

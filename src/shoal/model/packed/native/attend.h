@@ -275,7 +275,6 @@ static void leave_out_idle(const Run *r, int entry, const Chosen *c, Segment *se
     }
 }
 
-/* Attention outputs of some heads, this thread's share: the sums of the splits relative to their common peak. */
 /* Multiply a head's output by the sigmoid of its gate. */
 INLINE void gate_by_sigmoid(const float *gate, int dim, float *out) {
     for (int j = 0; j < dim; j += LANES) {
@@ -295,10 +294,13 @@ INLINE void gate_output(const ShoalModel *m, const float *gates, int head, float
     for (int j = 0; j < dim; j++) out[j] *= gate;
 }
 
+/* A head's output: the sums of the splits relative to their common peak. */
 static void merge_head(const Run *r, int entry, const Chosen *c, const Segment *s, int i, int head, float *out) {
     const int dim = r->m->head_dim, parts = listed_parts(r, entry, c->token[i]), splits = parts ? parts : s->splits;
+    const float *sinks = r->m->layers[r->b->layers[entry]].sinks;
     float peak = -INFINITY, total = 0;
     for (int split = 0; split < splits; split++) peak = fmaxf(peak, state_at(r, s, split, i, head)->peak);
+    if (sinks) peak = fmaxf(peak, sinks[head]), total = expf(sinks[head] - peak);
     memset(out, 0, sizeof(float) * dim);
     for (int split = 0; split < splits; split++) {
         const State *state = state_at(r, s, split, i, head);

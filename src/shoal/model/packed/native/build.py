@@ -33,8 +33,9 @@ _AVX512_FEATURES = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"
 _NEEDED = {"amx": {*_AVX512_FEATURES, "amx_tile", "amx_int8", "amx_bf16"}, "avx512": _AVX512_FEATURES,
            "avx2": set[str](), "neon": {"asimd", "asimddp"}}
 """Features that a vector set needs, by the names of the Linux kernel; the library asks the processor again."""
-_UNITS = {"tiles_four.c": True, "tiles_five.c": True, "tiles_six.c": True, "tiles_byte.c": True, "tiles_float.c": True,
-          "tiles_amx.c": True, "pack.c": True, "forward.c": True, "recur.c": True, "cpu.c": False, "check.c": False}
+_UNITS = {"tiles_four.c": True, "tiles_five.c": True, "tiles_six.c": True, "tiles_byte.c": True, "tiles_three.c": True,
+          "tiles_table.c": True, "tiles_float.c": True, "tiles_amx.c": True, "pack.c": True, "forward.c": True,
+          "recur.c": True, "cpu.c": False, "check.c": False}
 """C files, and whether they are compiled for a vector set; the others run on any processor of the family."""
 _TIMEOUT = 300
 PREBUILT = "prebuilt"

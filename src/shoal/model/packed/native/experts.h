@@ -42,17 +42,20 @@ static int64_t lay_out_lots(Lots *l, const ShoalModel *m, const ShoalBatch *b, c
     return at - memory;
 }
 
-/* Results of the chosen tokens: the first one's, and the floats from one token to the next. */
+/* Results of the chosen tokens: the first one's, the floats from one token to the next, and the rows that have biases. */
 typedef struct {
     float *at;
     int64_t line;
+    int rows;
 } Results;
 
 static void finish_results(const Worker *w, const Chosen *c, const float *bias, int block, int count, void *to) {
     const Results *r = to;
-    (void)bias;
     for (int i = 0; i < c->count; i++)
-        for (int b = 0; b < count; b++) vf_store(r->at + i * r->line + (block + b) * LANES, sum_at(w->sums, c->count, b, i));
+        for (int b = 0; b < count; b++) {
+            const int row = (block + b) * LANES;
+            vf_store(r->at + i * r->line + row, result(w, c, bias, row, r->rows, b, i));
+        }
 }
 
 /* Scores of all experts from a token's logits, in whole vectors. */
@@ -149,7 +152,11 @@ static void add_experts(Worker *w, const ShoalExperts *e, const Chosen *c, const
     for (int i = 0; i < c->count * e->top; i++) counts[routes[i].expert]++;
     for (int i = 0; i < e->count; i++) {
         number[i] = w->lots.count;
-        if (counts[i]) add_lot(&w->lots, e->parts + 3 * i, e->parts + 3 * i + 2, counts[i]);
+        if (!counts[i]) continue;
+        Lot *lot = add_lot(&w->lots, e->parts + 3 * i, e->parts + 3 * i + 2, counts[i]);
+        lot->of = e;
+        if (e->gate_up_bias) lot->gate_up_bias = e->gate_up_bias + 2ll * i * lot->down->cols;
+        if (e->down_bias) lot->down_bias = e->down_bias + (int64_t)i * w->run->m->hidden;
     }
     memset(counts, 0, sizeof(int) * e->count);
     for (int i = 0; i < c->count * e->top; i++) {
@@ -171,11 +178,12 @@ INLINE int pairs_of(const Lot *lot) { return lot->gate_up->paired ? lot->gate_up
 static void gate_pairs(const Worker *w, const Lot *lot, const Chosen *c, int first, int last) {
     Neurons at = {.ffn = lot->down->cols, .first = lot->first, .line = round_up(lot->down->cols, LANES)};
     const int plain = !lot->gate_up->paired && !lot->gate_up[1].rows, unit = plain ? 1 : 2;
-    if (!lot->gate_up->paired && !plain) multiply_sides(w, lot->gate_up, c, NULL, first, last, finish_gated, &at);
+    if (lot->of) at.limit = lot->of->limit, at.alpha = lot->of->alpha;
+    if (!lot->gate_up->paired && !plain) multiply_sides(w, lot->gate_up, c, lot->gate_up_bias, first, last, finish_gated, &at);
     else for (int block = unit * first, count; block < unit * last; block += count) {
         count = min_int(unit * last - block, PANEL - block % PANEL);
         multiply(lot->gate_up, w->ready, c->count, block, count, w->sums);
-        (plain ? finish_plain : finish_gated)(w, c, NULL, block, count, &at);
+        (plain ? finish_plain : finish_gated)(w, c, lot->gate_up_bias, block, count, &at);
     }
 }
 
@@ -236,7 +244,7 @@ static void down_lots(Worker *w, Finish *finish) {
             for (int block = first, count; block < first + taken; block += count) {
                 count = min_int(first + taken - block, PANEL - block % PANEL);
                 multiply(lot->down, &lot->acts, c.count, block, count, w->sums);
-                finish(w, &c, NULL, block, count, NULL);
+                finish(w, &c, lot->down_bias, block, count, NULL);
             }
         }
     w->factors = NULL;
@@ -287,11 +295,10 @@ static void run_groups(Worker *w, int entry) {
 }
 
 /* The product of a matrix with the normed states of some tokens. */
-static void multiply_normed(Worker *w, const ShoalWeight *weight, Norm norm, const Chosen *c, float *at, int64_t line) {
+static void multiply_normed(Worker *w, const ShoalWeight *weight, Norm norm, const float *bias, const Chosen *c, Results to) {
     const Run *r = w->run;
-    Results to = {at, line};
     prepare_together(w, weight, lines_read(r, norm, c->token, c->count));
-    multiply_all(w, weight, c, NULL, finish_results, &to);
+    multiply_all(w, weight, c, bias, finish_results, &to);
     meet(&w->run->team, w->id);
 }
 
@@ -299,7 +306,7 @@ static void multiply_normed(Worker *w, const ShoalWeight *weight, Norm norm, con
 static void run_narrowed(Worker *w, const ShoalLayer *layer, const Chosen *c, const Route *routes) {
     Run *r = w->run;
     const ShoalExperts *e = layer->experts;
-    multiply_normed(w, &e->narrow, norm_after(layer), c, r->latents, r->latents_line);
+    multiply_normed(w, &e->narrow, norm_after(layer), NULL, c, (Results){r->latents, r->latents_line, 0});
     if (layer->down.rows) run_whole(w, layer, c);
     Chosen lines = {.count = c->count}; /* the latents of these tokens are consecutive */
     for (int i = 0; i < lines.count; i++) lines.token[i] = i;
@@ -316,7 +323,7 @@ static void run_experts(Worker *w, int entry) {
     const ShoalExperts *e = layer->experts;
     const Chosen c = choose(r->b, entry, RUN_MLP);
     if (!c.count) return;
-    multiply_normed(w, &e->router, norm_after(layer), &c, r->scores, r->scores_line);
+    multiply_normed(w, &e->router, norm_after(layer), e->router_bias, &c, (Results){r->scores, r->scores_line, e->count});
     const Route *routes = route_tokens(w, e, c.count);
     if (e->narrow.rows) {
         run_narrowed(w, layer, &c, routes);

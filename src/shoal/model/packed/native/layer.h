@@ -174,7 +174,15 @@ static void add_normed(const Worker *w, const Chosen *c, const float *norm) {
 typedef struct {
     int ffn;
     int64_t first, line;
+    float limit, alpha; /* of a clamped unit, see ShoalExperts */
 } Neurons;
+
+INLINE Vf clamped_unit(const Neurons *n, Vf gate, Vf up) {
+    const Vf limit = vf_all(n->limit), one = vf_all(1.0f);
+    gate = vf_min(gate, limit);
+    up = vf_max(vf_min(up, limit), vf_sub(vf_zero(), limit));
+    return vf_mul(vf_add(up, one), vf_mul(gate, sigmoid_ps(vf_mul(gate, vf_all(n->alpha)))));
+}
 
 INLINE Vf activated(int activation, Vf x) {
     if (activation == ACTIVATION_SILU) return silu_ps(x);
@@ -205,7 +213,8 @@ static void finish_gated(const Worker *w, const Chosen *c, const float *bias, in
             const int row = (block + b) / 2 * LANES;
             Vf gate = vf_mul(result(w, c, bias, row, ffn, b, i), vf_all(r->m->gate_scale));
             Vf up = result(w, c, bias ? bias + ffn : NULL, row, ffn, b + 1, i);
-            vf_store(hidden + c->token[i] * at.line + row, vf_mul(activated(r->m->activation, gate), up));
+            const Vf out = at.limit > 0 ? clamped_unit(&at, gate, up) : vf_mul(activated(r->m->activation, gate), up);
+            vf_store(hidden + c->token[i] * at.line + row, out);
         }
 }
 

@@ -13,7 +13,7 @@ from shoal.model.packed.native.build import BuildError, build, openmp_runtime, p
 
 KINDS = (
     "fp32", "bf16", "fp16", "int8", "int4", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "upper", "rough",
-    "q4_k", "q5_k", "q6_k",
+    "iq4_nl", "mxfp4", "q4_k", "q5_k", "q6_k", "q2_k", "q3_k", "iq2", "iq1", "iq4_xs", "iq3_s", "iq3_xxs",
 )
 ACTIVATIONS = ("silu", "gelu_tanh", "relu2")
 MAX_TOKENS, MAX_NODES = 256, 64
@@ -55,9 +55,10 @@ class ExpertsStruct(ctypes.Structure):
 
     _fields_ = [
         ("router", Weight), ("parts", POINTER(Weight)), ("narrow", Weight), ("widen", Weight), ("bias", c_void_p),
-        ("count", c_int32), ("top", c_int32), ("groups", c_int32), ("top_groups", c_int32), ("best", c_int32),
-        ("sigmoid", c_int32), ("normalised", c_int32), ("gated", c_int32), ("added", c_float), ("least", c_float),
-        ("scale", c_float),
+        ("router_bias", c_void_p), ("gate_up_bias", c_void_p), ("down_bias", c_void_p), ("count", c_int32),
+        ("top", c_int32), ("groups", c_int32), ("top_groups", c_int32), ("best", c_int32), ("sigmoid", c_int32),
+        ("normalised", c_int32), ("gated", c_int32), ("added", c_float), ("least", c_float), ("scale", c_float),
+        ("limit", c_float), ("alpha", c_float),
     ]
 
 
@@ -79,6 +80,7 @@ class LayerStruct(ctypes.Structure):
         ("wide_norms", c_int32), ("recurrence", POINTER(RecurrenceStruct)), ("latent", POINTER(LatentStruct)),
         ("experts", POINTER(ExpertsStruct)), ("attention_norm_bias", c_void_p), ("mlp_norm_bias", c_void_p),
         ("pair_norm", c_void_p), ("pair_share", c_float), ("reads", c_int32), ("memory_unit", c_int32),
+        ("sinks", c_void_p),
     ]
 
 

@@ -2,29 +2,31 @@
 #ifndef SHOAL_LOOKUP_H
 #define SHOAL_LOOKUP_H
 
-#include "layout.h"
+#include "levels.h"
 
 INLINE float half_to_float(uint16_t value) { return _cvtsh_ss(value); }
 
 /* One lane's part of a record of scales, see layout.h. */
 typedef struct {
-    uint16_t scale, minimum;
-    uint8_t small[16]; /* scale and minimum of each group in turn; for Q6_K the signed scales of half groups */
+    uint16_t scale, minimum; /* for MXFP4 the scale is an exponent */
+    uint8_t small[16]; /* scale and minimum of each group in turn; or the signed scales of half groups, in Q2_K with minima; or of groups */
 } Record;
 
-INLINE int smalls_at(int kind) { return kind == KIND_Q6_K ? 32 : 64; }
+INLINE int smalls_at(int kind) { return has_minima(kind) ? 64 : 32; }
+INLINE int smalls_of(int kind) { return is_super(kind) ? (record_bytes(kind) - smalls_at(kind)) / LANES : 0; }
 
 INLINE Record take_record(int kind, const char *from, int lane) {
-    Record r = {.scale = ((const uint16_t *)from)[lane]};
+    Record r = {.scale = kind == KIND_MXFP4 ? (uint8_t)from[lane] : ((const uint16_t *)from)[lane]};
     if (has_minima(kind)) r.minimum = ((const uint16_t *)(from + 32))[lane];
-    for (int i = 0; is_super(kind) && i < 16; i++) r.small[i] = (uint8_t)from[smalls_at(kind) + i * LANES + lane];
+    for (int i = 0; i < smalls_of(kind); i++) r.small[i] = (uint8_t)from[smalls_at(kind) + i * LANES + lane];
     return r;
 }
 
 INLINE void put_record(int kind, char *to, int lane, const Record *r) {
-    ((uint16_t *)to)[lane] = r->scale;
+    if (kind == KIND_MXFP4) to[lane] = (char)r->scale;
+    else ((uint16_t *)to)[lane] = r->scale;
     if (has_minima(kind)) ((uint16_t *)(to + 32))[lane] = r->minimum;
-    for (int i = 0; is_super(kind) && i < 16; i++) to[smalls_at(kind) + i * LANES + lane] = (char)r->small[i];
+    for (int i = 0; i < smalls_of(kind); i++) to[smalls_at(kind) + i * LANES + lane] = (char)r->small[i];
 }
 
 /* One lane's words of a group of 32 inputs, in the order of lines, and their integers. */
@@ -36,6 +38,11 @@ INLINE void levels_of(int kind, const uint8_t *bytes, uint8_t q[GROUP]) {
         memcpy(q, bytes, GROUP);
         return;
     }
+    if (bits < 4) {
+        for (int k = 0; k < GROUP; k++) q[k] = bytes[k / 16 * 4 + k % 4] >> k % 16 / 4 * 2 & 3;
+        for (int k = 0; bits == 3 && k < GROUP; k++) q[k] |= (bytes[8 + k % 4] >> k / 4 & 1) << 2;
+        return;
+    }
     for (int k = 0; k < 16; k++) q[k] = bytes[k] & 15, q[k + 16] = bytes[k] >> 4;
     for (int k = 0; bits == 5 && k < GROUP; k++) q[k] |= (bytes[16 + k % 4] >> k / 4 & 1) << 4;
     for (int k = 0; bits == 6 && k < GROUP; k++) q[k] |= (bytes[16 + k / 16 * 4 + k % 4] >> k % 16 / 4 * 2 & 3) << 4;
@@ -44,12 +51,16 @@ INLINE void levels_of(int kind, const uint8_t *bytes, uint8_t q[GROUP]) {
 /* Group number `in` of a record, as floats. */
 INLINE void values_of(int kind, const uint8_t q[GROUP], const Record *r, int in, float *out) {
     const int zero = zero_point(kind), minima = has_minima(kind);
-    float scale = half_to_float(r->scale), minimum = minima ? half_to_float(r->minimum) : 0;
-    const float whole = scale;
-    if (is_super(kind) && minima) scale *= r->small[2 * in], minimum *= -(float)r->small[2 * in + 1];
+    float scale = kind == KIND_MXFP4 ? power_of((uint8_t)r->scale) : half_to_float(r->scale) * factor_of(kind);
+    float minimum = minima ? half_to_float(r->minimum) : 0;
+    const float whole = scale, least = minimum;
+    if (smalls_of(kind) == GROUP_K / GROUP) scale *= (int8_t)r->small[in];
+    else if (is_super(kind) && minima) scale *= r->small[2 * in], minimum *= -(float)r->small[2 * in + 1];
     for (int k = 0; k < GROUP; k++) {
-        if (kind == KIND_Q6_K) scale = whole * (int8_t)r->small[2 * in + k / 16];
-        out[k] = minima ? scale * q[k] + minimum : scale * (q[k] - zero);
+        const uint8_t small = has_halves(kind) ? r->small[2 * in + k / 16] : 0;
+        if (kind == KIND_Q2_K) scale = whole * (small & 15), minimum = -least * (small >> 4);
+        else if (has_halves(kind)) scale = whole * (int8_t)small;
+        out[k] = minima ? scale * q[k] + minimum : scale * (has_table(kind) ? table_numbers(kind)[q[k]] : q[k] - zero);
     }
 }
 

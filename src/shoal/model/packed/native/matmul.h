@@ -6,10 +6,11 @@
 
 #define SUMS (PANEL * MAX_TOKENS * 2 * LANES) /* floats of the sums of a panel */
 
-/* Kernels by kind. Q4_0 is int4; they differ only in how the numbers were chosen. */
+/* Kernels by kind. Q4_0 is int4; they differ only in how the numbers were chosen. Kinds that differ in their tables share one. */
 static Tile *const *const TILE_TABLE[] = {tiles_fp32, tiles_bf16, tiles_fp16, tiles_int8, tiles_int4, tiles_q8_0, tiles_int4,
                                           tiles_q4_1, tiles_q5_0, tiles_q5_1, tiles_upper, tiles_upper,
-                                          tiles_q4_k, tiles_q5_k, tiles_q6_k};
+                                          tiles_iq4_nl, tiles_mxfp4, tiles_q4_k, tiles_q5_k, tiles_q6_k,
+                                          tiles_q2_k, tiles_q3_k, tiles_iq2, tiles_iq2, tiles_iq4_xs, tiles_iq4_xs, tiles_iq4_xs};
 
 /* All tokens with one tile of one row block. A single pass prefetches the next tile; of several passes, the first two prefetch
    one half each. */

@@ -23,19 +23,20 @@ INLINE void open_as(const ShoalWeight *w, const Part *p, Open *open, const int k
     enum { WORDS = GROUP / 4, HALF = WORDS / 2 };
     const char *lines = lines_at(w, p), *scales = scales_at(w, p);
     const int bits = bits_of(kind), zero = zero_point(kind);
+    const Vi table = table_of(kind);
     int8_t *to = open->lines;
     if (bits == 8)
         for (int k = 0; k < p->words; k++) vi_store(to + k * 64, less_bytes(vi_load(lines + k * 64), zero));
     for (int g = 0; bits < 8 && g < p->words / WORDS; g++, lines += WORDS * line_bytes(kind), to += WORDS * 64)
         UNROLL for (int j = 0; j < HALF; j++) {
             Vi low, high;
-            two_words(lines, bits, j, &low, &high);
+            two_numbers(lines, kind, table, j, &low, &high);
             vi_store(to + j * 64, less_bytes(low, zero));
             vi_store(to + (j + HALF) * 64, less_bytes(high, zero));
         }
     const int size = kind == KIND_INT8 ? GROUP_INT8 : GROUP;
     for (int g = 0; g < p->words * 4 / size; g++) {
-        vf_store(open->scales[g][0], load_half(scales + g * record_bytes(kind)));
+        vf_store(open->scales[g][0], group_scales(scales + g * record_bytes(kind), kind));
         if (has_minima(kind)) vf_store(open->scales[g][1], load_half(scales + g * record_bytes(kind) + 32));
     }
 }
@@ -50,6 +51,8 @@ static void open_tile(const ShoalWeight *w, const Part *p, Open *open) {
     CASE(KIND_Q4_1);
     CASE(KIND_Q5_0);
     CASE(KIND_Q5_1);
+    CASE(KIND_IQ4_NL);
+    CASE(KIND_MXFP4);
 #undef CASE
     }
 }

@@ -398,7 +398,7 @@ class NativeModel:
         lengths = dict.fromkeys(("attention_norm", "mlp_norm", "attention_out_norm", "mlp_out_norm", "out_bias",
                                  "down_bias", "attention_norm_bias", "mlp_norm_bias"), hidden)
         lengths |= {"q_norm": query if wide else shape.head_dim, "k_norm": kv if wide else shape.head_dim,
-                    "qkv_bias": qkv, "gate_up_bias": (2 if kind.gated_mlp else 1) * ffn}
+                    "qkv_bias": qkv, "gate_up_bias": (2 if kind.gated_mlp else 1) * ffn, "sinks": shape.heads}
         for name, length in lengths.items():
             setattr(struct, name, self._vector(name, vars(layer)[name], length))
         if layer.differential is not None:
@@ -477,6 +477,13 @@ class NativeModel:
         if experts.latent is not None:
             struct.narrow = self._matrix("the projection of inputs", experts.latent[0], latent := size, hidden)
             struct.widen = self._matrix("the projection of outputs", experts.latent[1], hidden, size)
+        struct.router_bias = self._vector("the router's own bias", experts.router_bias, routing.count)
+        for name, length in (("gate_up_bias", 2 * ffn), ("down_bias", hidden)):
+            biases = vars(experts)[name]
+            flat = None if biases is None else biases.flatten()
+            setattr(struct, name, self._vector(f"{name} of experts", flat, routing.count * length))
+        if experts.clamped is not None:
+            struct.limit, struct.alpha = experts.clamped.limit, experts.clamped.alpha
         for number, (gate_up, down) in enumerate(zip(experts.gate_up, experts.down, strict=True)):
             if experts.plain:
                 parts[3 * number] = self._matrix("up", gate_up, ffn, size)

@@ -27,6 +27,8 @@ typedef struct {
     int count;
     int64_t first; /* where the inputs of `down` begin in Run.hidden: [count] lines */
     Acts acts;     /* these inputs, prepared */
+    const ShoalExperts *of; /* of an expert; or NULL */
+    const float *gate_up_bias, *down_bias; /* or NULL */
 } Lot;
 
 /* The lots of a layer, in the memory of one thread. */

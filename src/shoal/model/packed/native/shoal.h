@@ -5,8 +5,12 @@
 #include <stdint.h>
 
 /* Floats, our own int8 and int4, and GGML's types with their numbers unchanged. KIND_UPPER: the upper 5 bits of Q8_0, whose products
-   are upper bounds of the exact ones, in eighths (likeliest.h); KIND_ROUGH: the same for floats rounded to 8 bits. */
-enum { KIND_FP32, KIND_BF16, KIND_FP16, KIND_INT8, KIND_INT4, KIND_Q8_0, KIND_Q4_0, KIND_Q4_1, KIND_Q5_0, KIND_Q5_1, KIND_UPPER, KIND_ROUGH, KIND_Q4_K, KIND_Q5_K, KIND_Q6_K };
+   are upper bounds of the exact ones, in eighths (likeliest.h); KIND_ROUGH: the same for floats rounded to 8 bits. From KIND_Q4_K on
+   kinds have super-blocks. KIND_IQ2 and KIND_IQ1 hold all types of that name. */
+enum {
+    KIND_FP32, KIND_BF16, KIND_FP16, KIND_INT8, KIND_INT4, KIND_Q8_0, KIND_Q4_0, KIND_Q4_1, KIND_Q5_0, KIND_Q5_1, KIND_UPPER, KIND_ROUGH,
+    KIND_IQ4_NL, KIND_MXFP4, KIND_Q4_K, KIND_Q5_K, KIND_Q6_K, KIND_Q2_K, KIND_Q3_K, KIND_IQ2, KIND_IQ1, KIND_IQ4_XS, KIND_IQ3_S, KIND_IQ3_XXS
+};
 enum { DTYPE_FP32, DTYPE_BF16, DTYPE_FP16 };
 enum { ACTIVATION_SILU, ACTIVATION_GELU_TANH, ACTIVATION_RELU2 };
 enum { RUN_ATTENTION = 1, RUN_MLP = 2, RUN_STORE = 4 }; /* RUN_STORE: of attention keys and values alone */
@@ -18,7 +22,7 @@ enum { RUN_ATTENTION = 1, RUN_MLP = 2, RUN_STORE = 4 }; /* RUN_STORE: of attenti
 #define GROUP 32      /* consecutive inputs that share a scale, in most kinds */
 #define GROUP_INT8 64
 #define ROOM_BESIDE 256 /* spare scores before and after those of a token's slots, together */
-#define GROUP_K 256   /* inputs of a super-block of the K kinds: one scale (and minimum) for 8 (Q6_K: 16) small ones */
+#define GROUP_K 256   /* inputs of a super-block: one scale (and minimum) for 8 or 16 small ones */
 
 /* A matrix [rows, cols], packed as layout.h says. Depth is cols rounded up to whole groups; the padding is zero.
    A paired matrix holds two halves (gate and up): even row blocks belong to the first, odd ones to the second. */
@@ -74,11 +78,13 @@ typedef struct {
     const ShoalWeight *parts; /* [count][3]: gate and up as in a layer, and down */
     ShoalWeight narrow, widen; /* the projections: of states, and of the sum of the experts; or no rows */
     const float *bias;        /* [count], added to scores for the choice alone; or NULL */
+    const float *router_bias, *gate_up_bias, *down_bias; /* [count], added to logits; [count][2 ffn] and [count][hidden]; or NULL */
     int32_t count, top;       /* experts, and how many of them a token runs */
     int32_t groups, top_groups; /* equal groups of experts, and how many of them a token's experts are of */
     int32_t best;             /* by how many of its best experts a group counts: 1 or 2 */
     int32_t sigmoid, normalised, gated;
     float added, least, scale; /* scale: of the weights */
+    float limit, alpha; /* of (up + 1) gate sigmoid(alpha gate), with gate <= limit and |up| <= limit; limit 0: the usual unit */
 } ShoalExperts;
 
 /* Latent attention: qkv has queries, or their latent, then a token's stored vector, then a gate per head if there are any. Of each head
@@ -110,6 +116,7 @@ typedef struct {
     float pair_share;       /* of the second output of a pair in that difference */
     int32_t reads;       /* 1 + the layer whose keys and values, or whose recurrence's memory, this one reads, having none itself; or 0 */
     int32_t memory_unit; /* whether it is a gated memory unit: its matrices are qkv[0] and o, instead of attention's */
+    const float *sinks;     /* [heads], further scores of the softmax, which belong to no slot; or NULL */
 } ShoalLayer;
 
 typedef struct {

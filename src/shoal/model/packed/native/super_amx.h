@@ -11,7 +11,7 @@ enum { SUPER_WORDS = GROUP_K / 4, SUPER_GROUPS = GROUP_K / GROUP, SUPER_SQUARES 
 /* A super-block of each row, unpacked. */
 typedef struct {
     uint8_t low[SUPER_WORDS * 64];
-    int8_t high[SUPER_WORDS * 64];
+    int8_t high[SUPER_WORDS * 64];           /* of Q2_K, which has none, the minima, so that the second sum is theirs */
     int32_t minima[SUPER_GROUPS / 2][LANES]; /* see small_minima() */
     float scale[LANES], minimum[LANES];
 } OpenSuper;
@@ -27,27 +27,36 @@ INLINE void open_word(Vi weights, int zero, Vi scale, uint8_t *low, int8_t *high
 
 INLINE Vi twice(Vi scale) { return vi_or(vi_and(scale, vi_all(0xffff)), vi_shift_up(scale, 16)); }
 
+/* The minimum of half group i of Q2_K, for all of its inputs. */
+INLINE void open_minima(const char *record, int i, int8_t *high) {
+    const Vi minima = vi_mul(half_minima(record, i), vi_all(0x01010101));
+    UNROLL for (int j = 0; j < GROUP / 8; j++) vi_store(high + j * 64, minima);
+}
+
 /* Unpack it, and prefetch what is `ahead`. */
 INLINE void open_super(const ShoalWeight *w, const Part *p, OpenSuper *open, const char *ahead, const int kind) {
     enum { WORDS = GROUP / 4, HALF = WORDS / 2 };
     const char *lines = lines_at(w, p), *record = scales_at(w, p);
+    const Vi table = has_table(kind) ? table_of(w->kind) : vi_zero();
     uint8_t *low = open->low;
     int8_t *high = open->high;
     for (int g = 0; g < SUPER_GROUPS; g++, lines += WORDS * line_bytes(kind), low += WORDS * 64, high += WORDS * 64) {
         Vi scale[2];
         fetch_part(ahead, g, WORDS * line_bytes(kind), 1);
         small_scales(record, g, kind, scale);
-        const Vi of_first = twice(scale[0]), of_last = kind == KIND_Q6_K ? twice(scale[1]) : of_first;
+        const Vi of_first = twice(scale[0]), of_last = has_halves(kind) ? twice(scale[1]) : of_first;
         UNROLL for (int j = 0; j < HALF; j++) {
             Vi first, last;
-            two_words(lines, bits_of(kind), j, &first, &last);
+            two_numbers(lines, kind, table, j, &first, &last);
             open_word(first, zero_point(kind), of_first, low + j * 64, high + j * 64);
             open_word(last, zero_point(kind), of_last, low + (j + HALF) * 64, high + (j + HALF) * 64);
         }
+        for (int i = 0; kind == KIND_Q2_K && i < 2; i++) open_minima(record, 2 * g + i, high + i * HALF * 64);
     }
-    vf_store(open->scale, super_scale(record));
+    vf_store(open->scale, super_scale(record, has_table(kind) ? w->kind : kind));
     if (!has_minima(kind)) return;
-    vf_store(open->minimum, super_minimum(record));
+    vf_store(open->minimum, super_minimum(record, kind));
+    if (kind == KIND_Q2_K) return;
     for (int i = 0; i < SUPER_GROUPS / 2; i++) vi_store(open->minima[i], small_minima(record, i));
 }
 
@@ -74,14 +83,19 @@ INLINE void sum_super(const OpenSuper *open, const char *acts, int64_t step, con
     if (passes == 2) SQUARE_STORE(3, results[3], 64);
 }
 
-/* What it adds to the sum of a token, whose results are row `t`; `pairs`: pairs of its activations' sums, see dot_minima(). */
+/* How minima are added: from pairs of the activations' sums, see dot_minima(), or from the second sum. */
+enum { MINIMA_NONE, MINIMA_PAIRS, MINIMA_SUMMED };
+INLINE int minima_of(int kind) { return kind == KIND_Q2_K ? MINIMA_SUMMED : has_minima(kind) ? MINIMA_PAIRS : MINIMA_NONE; }
+
+/* What it adds to the sum of a token, whose results are row `t`; `pairs`: of its activations' sums. */
 INLINE void add_super(const OpenSuper *open, const Results *results, int t, float by, const int32_t *pairs, Vf scale, Vf minimum,
                       float *sums, const int minima) {
-    const Vi whole = vi_add(vi_load(results[0] + t * LANES), vi_shift_up(vi_load(results[1] + t * LANES), 8));
+    const Vi second = vi_load(results[1] + t * LANES), first = vi_load(results[0] + t * LANES);
+    const Vi whole = minima == MINIMA_SUMMED ? first : vi_add(first, vi_shift_up(second, 8));
     Vf sum = vf_fma(vf_from(whole), vf_mul(scale, vf_all(by)), vf_load(sums));
     if (minima) {
-        Vi least = vi_zero();
-        UNROLL for (int i = 0; i < SUPER_GROUPS / 2; i++)
+        Vi least = minima == MINIMA_SUMMED ? vi_sub(vi_zero(), vi_shift_up(second, 5)) : vi_zero();
+        UNROLL for (int i = 0; minima == MINIMA_PAIRS && i < SUPER_GROUPS / 2; i++)
             least = dot_halves(least, vi_load(open->minima[i]), vi_all(pairs[i * SQUARE_ROWS]));
         sum = vf_fma(vf_from(least), vf_mul(minimum, vf_all(by)), sum);
     }
@@ -137,7 +151,7 @@ INLINE void multiply_super(const ShoalWeight *w, const Part *p, const Acts *a, i
     OpenSuper open ALIGNED;
     Results results[SQUARES_SUM] ALIGNED;
     const int64_t words = words_of(w), super = p->first / SUPER_WORDS;
-    const int minima = has_minima(kind);
+    const int minima = minima_of(kind);
     open_super(w, p, &open, ahead, kind);
     const Vf scale = vf_load(open.scale), minimum = minima ? vf_load(open.minimum) : vf_zero();
     for (int first = 0; first < tokens; first += 2 * SQUARE_ROWS) {

@@ -13,6 +13,7 @@ typedef void Tile(const ShoalWeight *, const Part *, const Acts *, int first, co
 #define DECLARE(kind) extern Tile *const tiles_##kind[TILE_TOKENS] __attribute__((visibility("hidden")));
 DECLARE(fp32) DECLARE(bf16) DECLARE(fp16) DECLARE(int8) DECLARE(int4) DECLARE(q8_0)
 DECLARE(q4_1) DECLARE(q5_0) DECLARE(q5_1) DECLARE(upper) DECLARE(q4_k) DECLARE(q5_k) DECLARE(q6_k)
+DECLARE(iq4_nl) DECLARE(mxfp4) DECLARE(q2_k) DECLARE(q3_k) DECLARE(iq2) DECLARE(iq4_xs)
 #undef DECLARE
 
 /* The same for all tokens of a batch by AMX, and what a thread calls before and after several of them. */

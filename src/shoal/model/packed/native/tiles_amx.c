@@ -35,6 +35,10 @@ void multiply_squares(const ShoalWeight *w, const Part *p, const Acts *a, int to
     case KIND_Q4_K: multiply_super(w, p, a, tokens, sums, ahead, KIND_Q4_K); return;
     case KIND_Q5_K: multiply_super(w, p, a, tokens, sums, ahead, KIND_Q5_K); return;
     case KIND_Q6_K: multiply_super(w, p, a, tokens, sums, ahead, KIND_Q6_K); return;
+    case KIND_Q2_K: multiply_super(w, p, a, tokens, sums, ahead, KIND_Q2_K); return;
+    case KIND_Q3_K: multiply_super(w, p, a, tokens, sums, ahead, KIND_Q3_K); return;
+    case KIND_IQ2: case KIND_IQ1: multiply_super(w, p, a, tokens, sums, ahead, KIND_IQ2); return;
+    case KIND_IQ4_XS: case KIND_IQ3_S: case KIND_IQ3_XXS: multiply_super(w, p, a, tokens, sums, ahead, KIND_IQ4_XS); return;
     }
     open_tile(w, p, &open);
     if (w->kind == KIND_INT8) multiply_open(&open, p, a, words, tokens, sums, ahead, bytes, GROUP_INT8, 0);

@@ -6,7 +6,7 @@
 #include <immintrin.h>
 
 #define TILE_TOKENS 4 /* tokens per pass over a row block: their sums fill half of the 16 registers */
-#define NARROW_WORDS(bits) ((bits) == 4 ? 4 : 2) /* words whose products are summed in 16 bits, and twice as many: see dot_narrow() */
+#define NARROW_WORDS(bits) ((bits) < 5 ? 4 : (bits) < 7 ? 2 : 1) /* words whose products are summed in 16 bits, and twice as many: see dot_narrow() */
 #define BF16_PRODUCTS 0 /* attention widens bf16, since it is multiplied often */
 #define HALF_PRODUCTS 1 /* whether attention multiplies pairs of stored integers */
 #define SCORED 1 /* groups of 16 slots of which a few queries are scored at once */
@@ -184,6 +184,13 @@ INLINE Vi vi_high_nibbles(Vi x) {
     return vi_low_nibbles(PAIR(Vi, _mm256_srli_epi16(x.a, 4), _mm256_srli_epi16(x.b, 4)));
 }
 
+/* See vector_avx512.h. */
+INLINE Vi vi_sixteen(const uint8_t *from) {
+    const __m256i all = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)from));
+    return PAIR(Vi, all, all);
+}
+INLINE Vi vi_look_up(Vi table, Vi x) { return EACH3(Vi, _mm256_shuffle_epi8, table, x); }
+
 /* Per lane: the sum plus two products of bf16. Here and below the compiler hoists operations on the row alone out of the
    loop over tokens. */
 INLINE Vf dot_bf16(Vf sum, Vi row, Vi x) {
@@ -208,7 +215,7 @@ INLINE Vi dot_bytes(Vi sum, Vi row, Vi x) { return EACH4(Vi, dot_bytes_of, sum, 
 INLINE Vi start_bytes(int32_t zero_share) { return (void)zero_share, vi_zero(); }
 
 /* Products of unsigned bytes of `row` with signed ones of `x`, summed in 16 bits, and the widening of several such sums to
-   one per lane. 8 words of 4 bits, 4 of 5 bits or 2 of 6 bits cannot overflow. */
+   one per lane. 8 words of 4 bits, 4 of 5 bits, 2 of 6 bits or 1 of 7 bits cannot overflow. */
 INLINE Vi start_narrow(Vi sum) { return (void)sum, vi_zero(); }
 INLINE __m256i dot_narrow_of(__m256i sum, __m256i row, __m256i x) {
     return held(_mm256_add_epi16(sum, _mm256_maddubs_epi16(row, x)));

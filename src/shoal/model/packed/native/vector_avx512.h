@@ -87,6 +87,10 @@ INLINE Vi vi_held(Vi x) { return x; } /* see vector_avx2.h */
 INLINE Vi vi_low_nibbles(Vi x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
 INLINE Vi vi_high_nibbles(Vi x) { return _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi8(15)); }
 
+/* 16 bytes, over and over; and for every byte of x, 0 to 15, the byte of such a table. */
+INLINE Vi vi_sixteen(const uint8_t *from) { return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)from)); }
+INLINE Vi vi_look_up(Vi table, Vi x) { return _mm512_shuffle_epi8(table, x); }
+
 /* Per lane: the sum plus two products of bf16. */
 INLINE Vf dot_bf16(Vf sum, Vi row, Vi x) { return _mm512_dpbf16_ps(sum, (__m512bh)row, (__m512bh)x); }
 

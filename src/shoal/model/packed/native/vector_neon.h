@@ -182,6 +182,16 @@ INLINE uint32x4_t high_of(uint32x4_t x) { return vreinterpretq_u32_u8(vshrq_n_u8
 INLINE Vi vi_low_nibbles(Vi x) { return vi_and(x, vi_all(0x0f0f0f0f)); }
 INLINE Vi vi_high_nibbles(Vi x) { return EACH2(Vi, high_of, x); }
 
+/* See vector_avx512.h. */
+INLINE Vi vi_sixteen(const uint8_t *from) {
+    const uint32x4_t all = vreinterpretq_u32_u8(vld1q_u8(from));
+    return FOUR(Vi, all, all, all, all);
+}
+INLINE uint32x4_t look_up_in(uint32x4_t table, uint32x4_t x) {
+    return vreinterpretq_u32_u8(vqtbl1q_u8(vreinterpretq_u8_u32(table), vreinterpretq_u8_u32(x)));
+}
+INLINE Vi vi_look_up(Vi table, Vi x) { return EACH3(Vi, look_up_in, table, x); }
+
 /* Per lane: the sum plus two products of bf16. */
 INLINE Vf dot_bf16(Vf sum, Vi row, Vi x) {
     const Vi high = vi_all((int32_t)0xffff0000);

@@ -26,7 +26,7 @@ from shoal.model.packed.native.threads import MACHINE
 _HUGE = 1 << 21
 _LINE = 64
 Kind = Literal["fp32", "bf16", "fp16", "int8", "int4", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k",
-               "upper", "rough"]
+               "upper", "rough", "iq4_nl", "mxfp4", "q2_k", "q3_k", "iq2", "iq1", "iq4_xs", "iq3_s", "iq3_xxs"]
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _GROUP_BYTES, _UPPER_BYTES = 512, 320
 """Bytes of 32 inputs of 16 rows, with 8 and with 5 bits each."""
@@ -34,6 +34,8 @@ _INFINITE = 0x7C00
 """The bits of a float16 infinity; larger values are NaN."""
 _FLOATS, _MOST_COLUMNS = ("fp32", "bf16", "fp16"), 16_384
 """Kinds whose products can be bounded by rounding the weights, and the most inputs for which that holds; see acts.h."""
+_SUPER = ("q4_k", "q5_k", "q6_k", "q2_k", "q3_k", "iq2", "iq1", "iq4_xs", "iq3_s", "iq3_xxs")
+"""Kinds with super-blocks of 256 inputs."""
 _PIECE = 8 << 20
 """Bytes of a file's blocks that are packed at a time."""
 OWN: tuple[Kind, ...] = ("fp32", "bf16", "fp16", "int8", "int4")
@@ -198,9 +200,10 @@ def pack(weight: Tensor, kind: Kind, paired: bool = False, arena: Memory | None 
 def pack_blocks(
     blocks: Blocks, paired: bool = False, arena: Memory | None = None, done: Callable[[], None] | None = None
 ) -> PackedWeight:
-    """Pack a matrix of a GGUF file, with the same numbers and bits per weight.
+    """Pack a matrix of a GGUF file, with the same numbers; docs/models.md says how many bits they take.
 
-    K types take 1/8 bit more per weight than in the file, since their 6-bit scales and minima are stored as bytes.
+    Most take those of the file. K types take 1/8 bit more per weight, since their 6-bit scales and minima are stored as
+    bytes, and types whose values come from a grid are stored by value, in 3 or 4 bits.
 
     Args:
         paired, arena: as for `pack`.
@@ -213,7 +216,8 @@ def pack_blocks(
     if paired and blocks.rows % 2:
         raise ValueError(f"a paired matrix has an even number of rows, not {blocks.rows}")
     packed = _room(kind_of_type(blocks.type), blocks.rows, blocks.columns, paired, arena)
-    panels = max(1, _PIECE // (PANEL_ROWS * blocks.type.row_bytes(blocks.columns)))
+    row_bytes = blocks.columns if blocks.is_recoded else blocks.type.row_bytes(blocks.columns)
+    panels = max(1, _PIECE // (PANEL_ROWS * row_bytes))
     step = blocks.rows if paired else panels * PANEL_ROWS
     for first in range(0, blocks.rows, step):
         rows = slice(first, min(first + step, blocks.rows))
@@ -225,16 +229,21 @@ def pack_blocks(
 
 def _weave(packed: PackedWeight, blocks: Blocks) -> None:
     """Fill a packed matrix from blocks."""
-    data = blocks.data.contiguous()
-    if blocks.type.is_float:
-        _convert("shoal_pack", packed.struct(), plain(data, blocks.type))
+    if packed.kind in _FLOATS:
+        exact = plain(blocks.data.contiguous(), blocks.type) if blocks.type.is_float else blocks.dequantise()
+        _convert("shoal_pack", packed.struct(), exact)
         return
+    data = blocks.recoded().contiguous()
     library, threads, weight = require(), torch.get_num_threads(), ctypes.byref(packed.struct())
     scratch = torch.empty(threads * library.shoal_pack_scratch(weight), dtype=torch.uint8)
     library.shoal_pack_blocks(weight, data.data_ptr(), scratch.data_ptr(), threads)
 
 
-_KINDS: dict[str, Kind] = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
+_KINDS: dict[str, Kind] = {
+    "F32": "fp32", "F16": "fp16", "BF16": "bf16", "NVFP4": "fp16", "IQ2_XXS": "iq2", "IQ2_XS": "iq2", "IQ2_S": "iq2",
+    "IQ1_S": "iq1", "IQ1_M": "iq1", "TQ1_0": "q2_k", "TQ2_0": "q2_k", "Q1_0": "q4_0", "Q2_0": "q4_0",
+}
+"""Kinds of another name than the type: all hold its numbers without loss."""
 
 
 def as_packed(matrix: object) -> PackedWeight:
@@ -245,7 +254,7 @@ def as_packed(matrix: object) -> PackedWeight:
 
 def kind_of_type(type_: GgmlType) -> Kind:
     """The kind in which blocks of a GGML type are packed."""
-    return _KINDS[type_.name] if type_.is_float else cast(Kind, type_.name.lower())
+    return _KINDS.get(type_.name) or cast(Kind, type_.name.lower())
 
 
 def packed_bytes(kind: Kind, rows: int, cols: int) -> int:
@@ -257,7 +266,7 @@ def packed_bytes(kind: Kind, rows: int, cols: int) -> int:
 def share_inputs(first: Kind, second: Kind) -> bool:
     """Whether both kinds take activations in the same form: exact, bfloat16, or int8 with scales per 64, 32 or 256."""
     forms: dict[str, str] = {"fp32": "float", "fp16": "float", "bf16": "bf16", "int8": "int8"}
-    forms |= dict.fromkeys(("q4_k", "q5_k", "q6_k"), "super-blocks")
+    forms |= dict.fromkeys(_SUPER, "super-blocks")
     return forms.get(first, "groups of 32") == forms.get(second, "groups of 32")
 
 
