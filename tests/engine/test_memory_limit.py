@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import shoal.engine.memory.footprint as footprints
 import shoal.engine.memory.memory_limit as limits
@@ -191,6 +192,9 @@ def test_weights_are_known_from_their_files(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(64))
     sizes = [weights_on_disk(str(tmp_path), torch.bfloat16, quant) for quant in (None, "int8", "int4")]
     assert sizes == [32, 16, 8]
+    (tmp_path / "blocks").mkdir()
+    save_file({"x_blocks": torch.zeros(4, 16, dtype=torch.uint8)}, tmp_path / "blocks" / "model.safetensors")
+    assert weights_on_disk(str(tmp_path / "blocks"), torch.bfloat16, None) == 64
     (tmp_path / "broken.safetensors").write_bytes(b"abc")
     assert weights_on_disk(str(tmp_path), torch.float32, None) == 64
     file = tmp_path / "one.gguf"

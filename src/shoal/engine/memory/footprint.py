@@ -249,14 +249,15 @@ def weights_on_disk(place: str, dtype: torch.dtype, quant: Quant | None) -> int:
     if path.is_file():
         return bytes_on_disk(path) if quant is None else 0
     bits = {"int8": 8, "int4": 4}.get(quant or "", 8 * dtype.itemsize)
-    return sum(map(_numbers, path.glob("*.safetensors"))) * bits // 8 if path.is_dir() else 0
+    return sum(_bits(file, bits) for file in path.glob("*.safetensors")) // 8 if path.is_dir() else 0
 
 
-def _numbers(path: Path) -> int:
-    """Numbers in a safetensors file, by its header."""
+def _bits(path: Path, bits: int) -> int:
+    """Bits of the numbers in a safetensors file, by its header, with so many for each; bytes are blocks of numbers."""
     try:
         with safe_open(path, "pt") as file:
-            return sum(prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+            parts = [file.get_slice(name) for name in file.keys()]  # noqa: SIM118
+            return sum(prod(one.get_shape()) * (min(bits, 8) if one.get_dtype() == "U8" else bits) for one in parts)
     except (OSError, SafetensorError):  # loading the file says what is wrong
         return 0
 
