@@ -16,6 +16,7 @@ from torch.nn.functional import silu
 from backends import CPU, packed
 from drive import gap, prompt
 from families import MIXED_RECURRENT, RECURRENT, tiny
+from hybrid_steps import one_by_one
 from shoal.engine.engine import Engine
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.methods.base import Method
@@ -176,10 +177,19 @@ def test_the_comparison_has_power(wrong: dict[str, Any], monkeypatch: pytest.Mon
     assert gap(chunked_logits(packed(model), ids, (16,)), wanted) > 1e-3 * float(wanted.abs().max())
 
 
+def test_recurrences_with_matrices_of_the_same_names_and_sizes_keep_their_rows() -> None:
+    """Queries of latent attention and of Kimi Delta Attention of 32 rows each."""
+    sizes = {"qk_nope_head_dim": 4, "qk_rope_head_dim": 4}
+    model, ids = tiny("kimi_linear", dtype=torch.float32, layers=LAYERS, **sizes), prompt(16)
+    assert len(model.model.layers[0].self_attn.q_proj.weight) == len(model.model.layers[1].self_attn.q_proj.weight)
+    wanted = one_by_one(model, ids)
+    assert gap(chunked_logits(packed(model), ids, (16,)), wanted) < 1e-3 * float(wanted.abs().max())
+
+
 def test_rows_in_another_order_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, ids, order = model_of("deepseek_v3"), prompt(16), LatentRows.order
-    monkeypatch.setattr(LatentRows, "order", lambda self, name, rows: None if "kv_a" in name else order(
-        self, name, rows))
+    model, ids, order = model_of("deepseek_v3"), prompt(16), LatentRows._order
+    monkeypatch.setattr(LatentRows, "_order", lambda self, name, rows, source: None if "kv_a" in name else (
+        order(self, name, rows, source)))
     with torch.no_grad():
         wanted = Formula(model)(ids)
     assert gap(chunked_logits(packed(model), ids, (16,)), wanted) > 1e-3 * float(wanted.abs().max())

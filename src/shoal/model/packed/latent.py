@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shoal.model.layers.latent import LatentSizes
-from shoal.model.packed.source import ChangedSource, Source
+from shoal.model.packed.source import ChangedSource, FewerLayers, Source
 
 _STRAIGHT = ("minicpm3", "kimi_linear")
 """Model types that rotate dimensions j and j + n / 2 together, or none; the others 2j and 2j + 1."""
@@ -70,15 +70,20 @@ class LatentRows(ChangedSource):
 
     def __getitem__(self, name: str) -> Tensor:
         tensor = self._source[name]
-        order = self.order(name, len(tensor) if tensor.dim() else 0)
+        order = self._order(name, len(tensor) if tensor.dim() else 0, self._source)
         return tensor if order is None else tensor[order]
 
     def order(self, name: str, rows: int) -> Tensor | None:
-        """The rows of a matrix in the packed block's order; None where they stay, or are not as many as they should."""
+        """The rows of a matrix, by its name in the file, in the packed block's order; None where they stay."""
+        return self._order(name, rows, self._source.source if isinstance(self._source, FewerLayers) else self._source)
+
+    def _order(self, name: str, rows: int, source: Source) -> Tensor | None:
         own, stem = self._sizes, name.split(".")[-2:-1]
         count = {QUERIES: own.rotated + own.plain, WIDEN: own.rotated + own.plain, STORED: own.line}.get("".join(stem))
-        if count is None or rows % count or rows != (own.line if stem == [STORED] else own.queries):
+        if count is None or rows != (own.line if stem == [STORED] else own.queries):
             return None
+        if not source.has(f"{name.rpartition(f'{stem[0]}.')[0]}{STORED}.weight"):
+            return None  # a recurrence has matrices of these names as well
         turned = torch.arange(count - own.rotated, count)
         if not self._straight:
             turned = torch.cat([turned[::2], turned[1::2]])
