@@ -68,9 +68,9 @@ def _decode(engine: shoal.Engine, prompt: list[int], tokens: int, data: Path) ->
 
 def _samples(data: Path) -> Counter[str]:
     """Samples by function of the kernels."""
-    told = subprocess.run(["perf", "script", "-i", str(data), "-F", "sym,dso"], capture_output=True, text=True,
+    told = subprocess.run(["perf", "script", "-i", str(data), "-F", "ip,sym,dso"], capture_output=True, text=True,
                           check=True).stdout
-    return Counter(line.split()[0] for line in told.splitlines() if "libshoal" in line)
+    return Counter(line.split()[1] for line in told.splitlines() if "libshoal" in line)
 
 
 if __name__ == "__main__":

@@ -72,13 +72,14 @@ def test_hybrids_in_numbers(made: MadeHybrid) -> None:
     model.check()
     layers = [one.numel() for name, one in twin.named_parameters() if ".layers." in name and one.dim() == 2]
     convolutions = [one.numel() for name, one in twin.named_parameters() if one.dim() == 3]
-    text, count = model.text, twin.config.num_hidden_layers
+    count = twin.config.num_hidden_layers
     weights = sum(layers + convolutions) / count
     assert model.layer_weights() == pytest.approx(weights, rel=3e-3), "but for vectors of states"
-    attending = {"falcon_h1": 2, "glm4_moe": 2, "mamba": 0, "falcon_mamba": 0, "mamba2": 0}.get(text.model_type, 1)
-    head_dim = getattr(text, "head_dim", None) or (attending and text.hidden_size // text.num_attention_heads)
-    assert model.kv_entries() == (attending and 2 * text.num_key_value_heads * head_dim * attending // count)
-    assert prepared(Shoal, model, Setting("float32", FILE, threads=1)).expect(8, 1, 4, None).step_bytes > 0
+    shoal_model = prepared(Shoal, model, Setting("float32", FILE, threads=1))
+    stored = [heads * (keys + values) for heads, keys, values in shoal_model.engine.runner.kv_sizes]
+    assert model.kv_entries() == sum(stored) // count
+    if count > 1:  # a card needs two depths
+        assert shoal_model.expect(8, 1, 4, None).step_bytes > 0
 
 
 def test_a_folder_with_recurrent_layers_is_refused(tmp_path: Path) -> None:

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from attention_oracle import Reading, Scaled, reading_model
-from backends import NATIVE, Backend, each_backend, on_backends, on_one_backend, reference
+from backends import NATIVE, Backend, each_backend, on_backends, on_one_backend, packed, reference
 from drive import SHORT, decode, gap, make_run, oracle_logits, prompt
 from families import tiny
 from kv_checks import check_fork, check_guesses, check_identity, check_mates
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import DepthPlan
+from shoal.engine.engine import Engine
 from shoal.engine.loading.load import engine_for
 from shoal.errors import Unsupported
 from shoal.methods import make
@@ -25,6 +26,7 @@ from shoal.methods.d3 import D3
 from shoal.methods.kv_int8 import KVInt8
 from shoal.methods.tidal import Tidal
 from shoal.methods.topk_oracle import TopKOracle
+from shoal.model.packed import native
 from shoal.types import ModelInfo
 from shoal_lab.components.merging import merged
 from shoal_lab.components.rewind import earliest
@@ -252,3 +254,14 @@ def test_models_that_it_cannot_serve() -> None:
     with pytest.raises(Unsupported, match="share a choice of slots"):
         make([METHOD, Tidal(5)]).recipe(INFO)
     assert CentroidKV(removed=0.0).recipe(INFO).exact_to == "full"
+
+
+@pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.why_not()}")
+def test_latent_slots_are_merged_on_kernels_as_in_torch() -> None:
+    """Where values lie in the keys."""
+    model = tiny("deepseek_v3", dtype=torch.float32, layers=2)
+    method = CentroidKV(0.5, chunk=2, window=1, sinks=0, every=2)
+    full, *found = (
+        Engine(packed(model, kernels=on)).generate(prompt(40, 3), method=one, max_new_tokens=16).tokens
+        for one, on in (("full", True), (method, False), (method, True)))
+    assert found[0] == found[1] != full

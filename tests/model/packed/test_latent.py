@@ -33,7 +33,6 @@ from shoal.model.packed.build import build
 from shoal.model.packed.latent import LatentRows
 from shoal.model.packed.source import FileSource, TensorSource
 from shoal.model.parity import chunked_logits
-from shoal_lab.methods.centroid_kv import CentroidKV
 
 LAYERS = 4
 KERNELS = native.available()
@@ -219,8 +218,7 @@ def build_chunk(ids: list[int]) -> Any:
 
 CHANNELS = (((*range(24),),),) * LAYERS
 READERS: list[Method] = [KVInt8(), KVInt4(), SnapKV(budget=12, window=4, pool=3), Tidal(k=6), TopKOracle(k=6, first=0),
-                         DoubleSparsity(CHANNELS, k=6, width=3, first=0),
-                         CentroidKV(removed=0.5, chunk=2, window=1, sinks=0, every=2)]
+                         DoubleSparsity(CHANNELS, k=6, width=3, first=0)]
 
 
 @pytest.mark.parametrize("method", READERS, ids=lambda method: type(method).__name__)

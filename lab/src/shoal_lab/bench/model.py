@@ -17,6 +17,7 @@ from shoal.engine.loading.device import default_dtype
 from shoal.errors import Unsupported
 from shoal.model.config import windows_of
 from shoal.model.packed.kinds import MODELS, ModelKind
+from shoal.model.packed.latent import latent_sizes
 from shoal.model.packed.shape import FAMILIES
 from shoal_lab.bench import gguf_facts, shapes
 
@@ -192,6 +193,8 @@ class MeasuredModel:
         attending = sum(kind.attends for kind in kinds)
         if not attending:
             return 0
+        if any("latent_attention" in kind.mixers for kind in kinds):
+            return latent_sizes(self.text).line * attending // len(kinds)
         heads: int = self.text.num_key_value_heads
         return 2 * heads * self._head_dim() * attending // len(kinds)
 
