@@ -143,6 +143,12 @@ def test_depth_rises_on_packed_models_only() -> None:
         decoder.losses([[1]], [[2]], [RISING])
 
 
+def test_depth_rises_where_all_layers_attend() -> None:
+    decoder = Decoder(engine_for(tiny("qwen3_5", dtype=torch.float32), backend="packed"))
+    with pytest.raises(Unsupported, match="some layers of this model are recurrent"):
+        decoder.losses([[1]], [[2]], [RISING])
+
+
 def test_a_rising_plan_is_checked() -> None:
     with pytest.raises(ValueError, match="2 layers at step 1; it must be 4..6"):
         RisingPlan((6, 2), (2, 3), 6)

@@ -134,7 +134,7 @@ def executor(runner: ModelRunner, plan: DepthPlan | RisingPlan) -> Executor:
     """Make a plan executable on a model.
 
     Raises:
-        Unsupported: a rising plan on a model that is not packed.
+        Unsupported: a rising plan on a model that is not packed, or whose layers are of other kinds.
     """
     if isinstance(plan, DepthPlan):
         return runner, plan
@@ -143,4 +143,7 @@ def executor(runner: ModelRunner, plan: DepthPlan | RisingPlan) -> Executor:
             "a plan that brings layers back", "only packed models run plans that are not nested",
             'Load the model with backend="packed", or leave this control out',
         )
+    if not all(kind.attends and kind.has_mlp for kind in map(runner.shape.kind, range(runner.num_layers))):
+        raise Unsupported("a plan that brings layers back", "some layers of this model are recurrent, or lack an MLP",
+                          "Leave this control out (--groups, --loss-groups)")
     return RisingStack(runner, plan), DepthPlan.full(plan.num_layers)
