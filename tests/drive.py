@@ -20,6 +20,7 @@ from shoal.decode.text.stop import StopRules, StopState
 from shoal.depth.plan import DepthPlan
 from shoal.model.hf import HFRunner
 from shoal.model.kv.cache import KVCache
+from shoal.model.runner import SequenceChunk
 from shoal.types import Sampling, Step
 
 SHORT = [[5, 17, 80, 3, 41], [60, 2, 33, 9, 71, 12, 28, 90, 14], [8]]
@@ -155,3 +156,13 @@ def banning(tokens: Iterable[int]) -> Callable[[Tensor, Tensor], Tensor]:
     """A logits processor that leaves these tokens no chance at all."""
     ids = torch.tensor(list(tokens))
     return lambda _, scores: scores.index_fill(-1, ids, -torch.inf)
+
+
+def path_to(chunk: SequenceChunk, node: int) -> list[int]:
+    """The nodes from 0 to `node`."""
+    if chunk.parents is None:
+        return [*range(node + 1)]
+    path = [node]
+    while path[0]:
+        path.insert(0, chunk.parents[path[0]])
+    return path

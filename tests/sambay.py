@@ -15,6 +15,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from drive import prompt
+from schedules import Job
+from shoal.methods.d3 import D3
+from shoal.methods.d3_spec import D3Spec
+from shoal.methods.prompt_lookup import PromptLookup
+
 VOCAB, WINDOW, LAYERS = 97, 8, 16
 SIZES: dict[str, Any] = {
     "model_type": "phi4flash", "architectures": ["Phi4FlashForCausalLM"], "hidden_act": "silu", "hidden_size": 32,
@@ -198,3 +204,13 @@ def _silu(x: Tensor) -> Tensor:
 def _softmax(x: Tensor) -> Tensor:
     weights = torch.exp(x - x.max())
     return weights / weights.sum()
+
+
+JOBS: list[Job] = [
+    ([*prompt(stem, 50)[:stem], *prompt(rest, number)],
+     {"max_new_tokens": new, "method": method, "n": 1 + (number == 1)})
+    for number, (stem, rest, new, method) in enumerate([
+        (0, 1, 9, "full"), (20, 2, 5, "full"), (20, 9, 14, PromptLookup(min_ngram=1)), (30, 1, 9, D3(alpha=0.85)),
+        (30, 4, 6, "full"), (8, 3, 12, D3Spec(length=2)), (30, 2, 9, PromptLookup(min_ngram=1, length=4))])
+]
+"""Requests whose texts begin alike, by several methods."""

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from backends import packed
-from drive import gap, prompt, stack_of
+from drive import gap, path_to, prompt, stack_of
 from families import MIXTURES, PACKED_RECURRENT, RECURRENT, VOCAB, tiny
 from kv_peaks import run as run_watched
 from shoal import compat
@@ -165,16 +165,6 @@ class Schedule:
             out = self.model(input_ids=torch.tensor([[text[end - 1]]]), use_cache=True, **kept)
             self.known[tuple(text[:end])] = {n: one for n, one in out.items() if compat.is_cache(one)}, out.logits[0, 0]
         return torch.stack([self.known[tuple(text[:end])][1] for end in range(1, len(text) + 1)])
-
-
-def path_to(chunk: SequenceChunk, node: int) -> list[int]:
-    """The nodes from 0 to `node`."""
-    if chunk.parents is None:
-        return [*range(node + 1)]
-    path = [node]
-    while path[0]:
-        path.insert(0, chunk.parents[path[0]])
-    return path
 
 
 def run(family: str, steps: int, seed: int, way: Way = "singly") -> Schedule:

@@ -25,8 +25,8 @@ import shoal
 from backends import CPU
 from drive import gap, prompt
 from hybrid_steps import unpacked
-from sambay import LAYERS, SIZES, WINDOW, Oracle, random_tensors, role, shapes, write
-from schedules import Action, Job, actions, follow
+from sambay import JOBS, LAYERS, SIZES, WINDOW, Oracle, random_tensors, role, shapes, write
+from schedules import Action, actions, follow
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.engine.cards.divergence import Judged
 from shoal.engine.engine import Engine
@@ -310,15 +310,6 @@ def test_only_what_is_kept_is_stored(engine: Engine) -> None:
     whole = [layer for layer in range(LAYERS) if runner.position_bytes[layer] and runner.windows[layer] is None]
     assert whole == [KEEPING - 1] and not any(runner.position_bytes[KEEPING:]) and not any(runner.kv_sizes[KEEPING])
     assert sorted(runner.state_bytes) == [0, 2, 4, 6, 8]
-
-
-JOBS: list[Job] = [
-    ([*prompt(stem, 50)[:stem], *prompt(rest, number)],
-     {"max_new_tokens": new, "method": method, "n": 1 + (number == 1)})
-    for number, (stem, rest, new, method) in enumerate([
-        (0, 1, 9, "full"), (20, 2, 5, "full"), (20, 9, 14, PromptLookup(min_ngram=1)), (30, 1, 9, D3(alpha=0.85)),
-        (30, 4, 6, "full"), (8, 3, 12, D3Spec(length=2)), (30, 2, 9, PromptLookup(min_ngram=1, length=4))])
-]
 
 
 @settings(max_examples=SCHEDULES, deadline=None)

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import shoal
-from drive import gap, prompt
+from drive import gap, path_to, prompt
 from hybrid_steps import unpacked
-from sambay import LAYERS, SIZES, VOCAB, Oracle, random_tensors, write
-from schedules import Action, Job, actions, follow
+from sambay import JOBS, LAYERS, SIZES, VOCAB, Oracle, random_tensors, write
+from schedules import Action, actions, follow
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.engine.engine import Engine
 from shoal.engine.scheduling.scheduler import Scheduler
@@ -154,16 +154,6 @@ def test_bfloat16_rounds_no_worse_than_in_torch() -> None:
     assert errors[True] < 1.5 * errors[False]
 
 
-def walked(chunk: SequenceChunk, node: int) -> list[int]:
-    """The nodes from 0 to `node`."""
-    if chunk.parents is None:
-        return [*range(node + 1)]
-    path = [node]
-    while path[0]:
-        path.insert(0, chunk.parents[path[0]])
-    return path
-
-
 class Rows:
     """Random chains, trees, commits of a part, rollbacks, forks and leaves of up to four texts."""
 
@@ -194,7 +184,7 @@ class Rows:
                                                                      self.dice.randint(1, len(self.texts))))]
         logits = self.runner.forward(chunks, self.cache).split([chunk.wanted for chunk in chunks])
         for chunk, found in zip(chunks, logits, strict=True):
-            path = walked(chunk, self.dice.randrange(len(chunk.tokens)))
+            path = path_to(chunk, self.dice.randrange(len(chunk.tokens)))
             text = [*self.texts[chunk.seq], *(chunk.tokens[node] for node in path)]
             first, shown = len(chunk.tokens) - chunk.wanted, [node for node in path
                                                              if node >= len(chunk.tokens) - chunk.wanted]
@@ -362,15 +352,6 @@ def test_the_shared_keys_and_values_may_be_quantised() -> None:
     """Lossy, near, and used: the cross-decoder reads them in the form in which they are stored."""
     found, plain = (engine().generate(PROMPTS[0], max_new_tokens=NEW, method=method) for method in (KVInt8(), "full"))
     assert found.tokens[:3] == plain.tokens[:3] and found.stats.kv_bytes_used < plain.stats.kv_bytes_used
-
-
-JOBS: list[Job] = [
-    ([*prompt(stem, 50)[:stem], *prompt(rest, number)],
-     {"max_new_tokens": new, "method": method, "n": 1 + (number == 1)})
-    for number, (stem, rest, new, method) in enumerate([
-        (0, 1, 9, "full"), (20, 2, 5, "full"), (20, 9, 14, PromptLookup(min_ngram=1)), (30, 1, 9, D3(alpha=0.85)),
-        (30, 4, 6, "full"), (8, 3, 12, D3Spec(length=2)), (30, 2, 9, PromptLookup(min_ngram=1, length=4))])
-]
 
 
 @cache

@@ -20,8 +20,7 @@ from shoal.model.packed.weights import Layer
 Attend = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
 """Maps q [T, heads, head_dim], k and v [T, kv_heads, head_dim] of the new tokens to outputs [T, heads, head_dim]; of
 differential attention, k and v are those of pairs of heads, and so are the outputs; of latent attention, v has no
-dimensions, since values lie in k. A layer that reads the keys and
-values of another one has no k and v."""
+dimensions, since values lie in k. A layer that reads the keys and values of another one has no k and v."""
 
 
 def attention(

@@ -36,7 +36,7 @@ class ExpertNames:
     router: tuple[str, ...] = ("mlp.gate.weight",)
     joined: tuple[tuple[str, str], ...] = (("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),)
     apart: tuple[str, ...] = ("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight",
-                                   "mlp.experts.{}.down_proj.weight")
+                              "mlp.experts.{}.down_proj.weight")
     bias: tuple[str, ...] = ()
     bias_rows: tuple[int, ...] = ()
     shared: str = "mlp.shared_expert."

@@ -283,15 +283,17 @@ INLINE void gate_by_sigmoid(const float *gate, int dim, float *out) {
     }
 }
 
+/* The same by the sigmoid of one number. */
+INLINE void gate_by_one(float gate, int dim, float *out) {
+    const float share = 1.0f / (1.0f + expf(-gate));
+    for (int j = 0; j < dim; j++) out[j] *= share;
+}
+
 /* Gate a head's output by its numbers, or its one number, among those of all heads. */
 INLINE void gate_output(const ShoalModel *m, const float *gates, int head, float *out) {
     const int dim = m->head_dim;
-    if (m->gate_rows == m->heads * dim) {
-        gate_by_sigmoid(gates + head * dim, dim, out);
-        return;
-    }
-    const float gate = 1.0f / (1.0f + expf(-gates[head]));
-    for (int j = 0; j < dim; j++) out[j] *= gate;
+    if (m->gate_rows == m->heads * dim) gate_by_sigmoid(gates + head * dim, dim, out);
+    else gate_by_one(gates[head], dim, out);
 }
 
 /* A head's output: the sums of the splits relative to their common peak. */

@@ -42,22 +42,6 @@ static int64_t lay_out_lots(Lots *l, const ShoalModel *m, const ShoalBatch *b, c
     return at - memory;
 }
 
-/* Results of the chosen tokens: the first one's, the floats from one token to the next, and the rows that have biases. */
-typedef struct {
-    float *at;
-    int64_t line;
-    int rows;
-} Results;
-
-static void finish_results(const Worker *w, const Chosen *c, const float *bias, int block, int count, void *to) {
-    const Results *r = to;
-    for (int i = 0; i < c->count; i++)
-        for (int b = 0; b < count; b++) {
-            const int row = (block + b) * LANES;
-            vf_store(r->at + i * r->line + row, result(w, c, bias, row, r->rows, b, i));
-        }
-}
-
 /* Scores of all experts from a token's logits, in whole vectors. */
 static void score_experts(const ShoalExperts *e, const float *logits, float *scores) {
     float most = logits[0], sum = 0;
@@ -295,10 +279,11 @@ static void run_groups(Worker *w, int entry) {
 }
 
 /* The product of a matrix with the normed states of some tokens. */
-static void multiply_normed(Worker *w, const ShoalWeight *weight, Norm norm, const float *bias, const Chosen *c, Results to) {
+static void multiply_normed(Worker *w, const ShoalWeight *weight, Norm norm, const float *bias, const Chosen *c, float *at, int64_t line) {
     const Run *r = w->run;
+    Rows to = {at, line, weight->rows};
     prepare_together(w, weight, lines_read(r, norm, c->token, c->count));
-    multiply_all(w, weight, c, bias, finish_results, &to);
+    multiply_all(w, weight, c, bias, finish_rows, &to);
     meet(&w->run->team, w->id);
 }
 
@@ -306,13 +291,13 @@ static void multiply_normed(Worker *w, const ShoalWeight *weight, Norm norm, con
 static void run_narrowed(Worker *w, const ShoalLayer *layer, const Chosen *c, const Route *routes) {
     Run *r = w->run;
     const ShoalExperts *e = layer->experts;
-    multiply_normed(w, &e->narrow, norm_after(layer), NULL, c, (Results){r->latents, r->latents_line, 0});
+    multiply_normed(w, &e->narrow, norm_after(layer), NULL, c, r->narrowed, r->narrowed_line);
     if (layer->down.rows) run_whole(w, layer, c);
-    Chosen lines = {.count = c->count}; /* the latents of these tokens are consecutive */
+    Chosen lines = {.count = c->count}; /* their narrowed states are consecutive */
     for (int i = 0; i < lines.count; i++) lines.token[i] = i;
     w->lots.count = 0;
     add_experts(w, e, &lines, routes);
-    sum_lots(w, &(Lines){.x = r->latents, .step = r->latents_line}, &lines, r->latents_line);
+    sum_lots(w, &(Lines){.x = r->narrowed, .step = r->narrowed_line}, &lines, r->narrowed_line);
     prepare_together(w, &e->widen, (Lines){.x = r->qkv, .step = r->qkv_line, .count = c->count});
     multiply_into_states(w, &e->widen, c, NULL, NULL);
 }
@@ -323,7 +308,7 @@ static void run_experts(Worker *w, int entry) {
     const ShoalExperts *e = layer->experts;
     const Chosen c = choose(r->b, entry, RUN_MLP);
     if (!c.count) return;
-    multiply_normed(w, &e->router, norm_after(layer), e->router_bias, &c, (Results){r->scores, r->scores_line, e->count});
+    multiply_normed(w, &e->router, norm_after(layer), e->router_bias, &c, r->scores, r->scores_line);
     const Route *routes = route_tokens(w, e, c.count);
     if (e->narrow.rows) {
         run_narrowed(w, layer, &c, routes);

@@ -55,7 +55,7 @@ static void run_head(Worker *w) {
 
 static int deepest(const ShoalModel *m) {
     const int attended = m->opened ? max_int(m->opened, m->raw) : m->heads * m->head_dim;
-    return max_int(max_int(m->hidden, max_int(m->ffn, m->latent)), max_int(attended, m->outputs)) + GROUP_K;
+    return max_int(max_int(m->hidden, max_int(m->ffn, m->narrow)), max_int(attended, m->outputs)) + GROUP_K;
 }
 
 static int64_t own_acts(const ShoalModel *m, const ShoalBatch *b) { return round_up(acts_bytes(b->tokens, deepest(m)), 64); }
@@ -98,7 +98,7 @@ static int64_t lay_out(Run *r, char *memory, int threads) {
     const ShoalModel *m = r->m;
     const int64_t tokens = r->b->tokens;
     r->x_line = round_up(m->hidden, LANES);
-    r->qkv_line = round_up(max_int(qkv_rows(m), max_int(m->hidden, m->latent)), LANES); /* see finish_aside */
+    r->qkv_line = round_up(max_int(qkv_rows(m), max_int(m->hidden, m->narrow)), LANES); /* see finish_aside */
     r->hidden_line = round_up(m->ffn, LANES);
     r->private_bytes = round_up(private_bytes(m, r->b), 128);
     float *at = (float *)memory;
@@ -113,8 +113,8 @@ static int64_t lay_out(Run *r, char *memory, int threads) {
     r->hidden = at, at += hidden_floats(m, r->b);
     r->scores_line = m->experts ? round_up(m->experts + 1, LANES) : 0;
     r->scores = at, at += tokens * r->scores_line;
-    r->latents_line = round_up(m->latent, LANES);
-    r->latents = at, at += tokens * r->latents_line;
+    r->narrowed_line = round_up(m->narrow, LANES);
+    r->narrowed = at, at += tokens * r->narrowed_line;
     r->routes = (Route *)at, at += round_up(2 * tokens * m->top, LANES);
     r->lot_acts = (char *)at;
     if (tokens >= TOGETHER && most_lots(m, r->b)) at += round_up(lot_acts_bytes(m, r->b, (int)tokens), 128) / 4;

@@ -5,23 +5,6 @@
 
 #include "layer.h"
 
-/* Where the rows of a matrix go for each chosen token, `line` floats apart. */
-typedef struct {
-    float *at;
-    int64_t line;
-    int rows;
-} Rows;
-
-static void finish_rows(const Worker *w, const Chosen *c, const float *bias, int block, int count, void *to) {
-    const Rows *rows = to;
-    for (int i = 0; i < c->count; i++)
-        for (int b = 0; b < count; b++) {
-            const int row = (block + b) * LANES;
-            const Mask mask = head_mask(rows->rows - row);
-            if (row < rows->rows) vf_store_some(rows->at + i * rows->line + row, mask, result(w, c, bias, row, rows->rows, b, i));
-        }
-}
-
 /* A small matrix by this thread alone, on the first `count` lines. */
 static void multiply_alone(Worker *w, const ShoalWeight *weight, const Chosen *c, Lines lines, Rows to) {
     prepare_all(w, weight, lines);
@@ -86,10 +69,7 @@ static void open_latent(Worker *w, const ShoalLayer *layer, const Chosen *c) {
             float *to = r->opened + head * values;
             const Lines lines = {.x = r->attended + head * m->head_dim + l->rotated, .step = (int64_t)m->heads * m->head_dim, .count = c->count};
             multiply_alone(w, l->parts + 2 * head + 1, c, lines, (Rows){to, m->opened, values});
-            for (int i = 0; l->gated && i < c->count; i++) {
-                const float gate = 1.0f / (1.0f + expf(-gates[i * r->raw_line + head]));
-                for (int k = 0; k < values; k++) to[(int64_t)i * m->opened + k] *= gate;
-            }
+            for (int i = 0; l->gated && i < c->count; i++) gate_by_one(gates[i * r->raw_line + head], values, to + (int64_t)i * m->opened);
         }
     meet(&w->run->team, w->id);
 }

@@ -107,6 +107,23 @@ INLINE Vf result(const Worker *w, const Chosen *c, const float *bias, int first_
     return vf_add(sum, vf_load_some(head_mask(rows - first_row), bias + first_row));
 }
 
+/* Where the rows of a matrix go for each chosen token, `line` floats apart. */
+typedef struct {
+    float *at;
+    int64_t line;
+    int rows;
+} Rows;
+
+static void finish_rows(const Worker *w, const Chosen *c, const float *bias, int block, int count, void *to) {
+    const Rows *rows = to;
+    for (int i = 0; i < c->count; i++)
+        for (int b = 0; b < count; b++) {
+            const int row = (block + b) * LANES;
+            const Mask mask = head_mask(rows->rows - row);
+            if (row < rows->rows) vf_store_some(rows->at + i * rows->line + row, mask, result(w, c, bias, row, rows->rows, b, i));
+        }
+}
+
 static void finish_qkv(const Worker *w, const Chosen *c, const float *bias, int block, int count, void *to) {
     const Run *r = w->run;
     const int rows = *(const int *)to;

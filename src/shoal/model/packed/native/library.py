@@ -95,7 +95,7 @@ class Model(ctypes.Structure):
         ("logit_cap", c_float), ("gate_scale", c_float), ("out_scales", c_float * 3), ("keeps", c_int32),
         ("kept", c_float * 3), ("differential", c_int32), ("gate_rows", c_int32), ("inputs", c_int32),
         ("channels", c_int32), ("outputs", c_int32), ("raw", c_int32), ("wide", c_int32), ("opened", c_int32),
-        ("experts", c_int32), ("top", c_int32), ("expert_ffn", c_int32), ("latent", c_int32),
+        ("experts", c_int32), ("top", c_int32), ("expert_ffn", c_int32), ("narrow", c_int32),
         ("layers", POINTER(LayerStruct)), ("norm", c_void_p), ("norm_bias", c_void_p), ("head", Weight),
         ("upper", Weight), ("head_bias", c_void_p), ("embedding", c_void_p), ("table", Weight),
     ]

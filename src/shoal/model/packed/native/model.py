@@ -154,7 +154,7 @@ class NativeModel:
         self._library, self._lock = require(), threading.Lock()
         self._parts: list[object] = [embedding]
         self.recurrences: dict[int, NativeRecurrence] = {}
-        self._sizes: tuple[int, ...] = (0, 0, 0, 0)  # of the largest mixture: experts, of a token, neurons, latents
+        self._sizes: tuple[int, ...] = (0, 0, 0, 0)  # of the largest mixture: experts, of a token, neurons, narrow
         layers = [self._layer(index, layer) for index, layer in enumerate(weights.layers)]
         self._structs = (LayerStruct * len(layers))(*layers)
         self._head = as_packed(weights.head)
@@ -473,9 +473,9 @@ class NativeModel:
         struct = ExpertsStruct(**{name: getattr(routing, name) for name in _ROUTING}, gated=experts.gated)
         struct.router = self._matrix("router", experts.router, routing.count + experts.gated, hidden)
         struct.bias = self._vector("the bias of the router", experts.bias, routing.count)
-        parts, size, latent = (Weight * (3 * routing.count))(), experts.down[0].rows, 0
+        parts, size, narrow = (Weight * (3 * routing.count))(), experts.down[0].rows, 0
         if experts.latent is not None:
-            struct.narrow = self._matrix("the projection of inputs", experts.latent[0], latent := size, hidden)
+            struct.narrow = self._matrix("the projection of inputs", experts.latent[0], narrow := size, hidden)
             struct.widen = self._matrix("the projection of outputs", experts.latent[1], hidden, size)
         struct.router_bias = self._vector("the router's own bias", experts.router_bias, routing.count)
         for name, length in (("gate_up_bias", 2 * ffn), ("down_bias", hidden)):
@@ -489,9 +489,9 @@ class NativeModel:
                 parts[3 * number] = self._matrix("up", gate_up, ffn, size)
             else:
                 parts[3 * number : 3 * number + 2] = list(self._gate_up(parts_of(gate_up), ffn, size))
-            parts[3 * number + 2] = self._matrix("down", down, size if latent else hidden, ffn)
+            parts[3 * number + 2] = self._matrix("down", down, size if narrow else hidden, ffn)
         struct.parts = parts
-        self._sizes = tuple(map(max, self._sizes, (routing.count, routing.top, ffn, latent)))
+        self._sizes = tuple(map(max, self._sizes, (routing.count, routing.top, ffn, narrow)))
         return struct
 
     def _model_struct(
@@ -512,7 +512,7 @@ class NativeModel:
         if shape.latent is not None:
             sizes = shape.latent
             struct.raw, struct.wide, struct.opened = sizes.rows, sizes.queries, sizes.heads * sizes.value
-        struct.experts, struct.top, struct.expert_ffn, struct.latent = self._sizes
+        struct.experts, struct.top, struct.expert_ffn, struct.narrow = self._sizes
         struct.activation, struct.kv_dtype = ACTIVATIONS.index(shape.activation), _KV_DTYPES[self._kv_dtype]
         struct.norm = self._vector("norm", norm, shape.hidden)
         struct.norm_bias = self._vector("norm_bias", norm_bias, shape.hidden)

@@ -52,8 +52,8 @@ typedef struct {
     int64_t raw_line, wide_line;
     float *scores;  /* [tokens] lines of a router's outputs */
     int64_t scores_line;
-    float *latents; /* [tokens] lines of what experts read in place of states */
-    int64_t latents_line;
+    float *narrowed; /* [tokens] lines of what experts read in place of states */
+    int64_t narrowed_line;
     Route *routes;  /* [tokens][top] */
     char *lot_acts; /* inputs of the down matrices of all lots */
     char *together; /* activations that all threads prepare and read */

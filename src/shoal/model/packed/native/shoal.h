@@ -134,7 +134,7 @@ typedef struct {
                                        all of a head by one; 0: none */
     int32_t inputs, channels, outputs; /* of the widest recurrence; 0: there is none */
     int32_t raw, wide, opened; /* of latent attention: rows of qkv, of widen, and of all outputs together; 0: values are apart from keys */
-    int32_t experts, top, expert_ffn, latent; /* the most of any layer; 0: there are none, or no projections */
+    int32_t experts, top, expert_ffn, narrow; /* the most of any layer; 0: there are none, or no projections */
     const ShoalLayer *layers;
     const float *norm, *norm_bias; /* norm_bias: not NULL for a LayerNorm */
     ShoalWeight head;
