@@ -24,13 +24,15 @@ class Scripted:
     Args:
         texts: prompt and answer of each sequence, told apart by the first token.
         cost: seconds of a forward, by its sequences and its tokens.
+        further: seconds of a further plain step of the same call; None if calls hold one step.
 
     Attributes:
         forwards: (sequences, tokens) of every forward.
     """
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, texts: Sequence[Sequence[int]], cost: Callable[[int, int], float]
+        self, monkeypatch: pytest.MonkeyPatch, texts: Sequence[Sequence[int]], cost: Callable[[int, int], float],
+        further: float | None = None,
     ) -> None:
         self.texts: Mapping[int, Sequence[int]] = {text[0]: text for text in texts}
         assert len(self.texts) == len(texts)
@@ -39,6 +41,9 @@ class Scripted:
         self.engine: Engine = engine_for(tiny("llama", dtype=torch.float32))
         self._first: dict[int, int] = {}
         monkeypatch.setattr(self.engine.runner, "forward", self._forward)
+        if further is not None:
+            monkeypatch.setattr(self.engine.runner, "argmax_steps", self._steps)
+        self._further = further or 0.0
         monkeypatch.setattr(KVCache, "select", self._select(KVCache.select))
         monkeypatch.setattr(batch, "time", SimpleNamespace(perf_counter=lambda: self.now))
 
@@ -69,3 +74,16 @@ class Scripted:
             for place in chunk.positions(base)[-chunk.wanted :]:
                 lines.append(text[place + 1] if place + 1 < len(text) else 0)
         return torch.nn.functional.one_hot(torch.tensor(lines), VOCAB).float()
+
+    def _steps(
+        self, chunks: Sequence[SequenceChunk], cache: KVCache, most: int, ends: Sequence[int]
+    ) -> list[list[int]]:
+        self.forwards.append((len(chunks), most * len(chunks)))
+        self.now += self.cost(len(chunks), len(chunks)) + (most - 1) * self._further
+        found: list[list[int]] = []
+        for chunk in chunks:
+            text, place = self.texts[self._first[chunk.seq]], cache.positions[chunk.seq] + 1
+            for layer in cache.layers:
+                layer.scratch[chunk.seq] += most
+            found.append([*text[place : place + most], *[0] * (place + most - len(text))])
+        return [list(step) for step in zip(*found, strict=True)]

@@ -67,6 +67,19 @@ def test_on_new_text_it_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     assert again.now < 1.03 * (cheap(1, 30) + 399) and seconds.new_tokens == 400
 
 
+def test_plain_steps_share_calls_until_the_text_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied = new_text(60, 6)
+    text = [*copied, *new_text(300, 7), *copied]
+    machine = Scripted(monkeypatch, [text], lambda seqs, tokens: cheap(seqs, tokens) / 1000, further=0.0008)
+    result = answer(machine, text, 60)
+    shared = [tokens for _, tokens in machine.forwards[1:]]
+    assert sum(tokens == 4 for tokens in shared[:75]) > 70 and max(shared) > 8  # 300 new tokens, then the passage
+    assert machine.now < 0.001 * (cheap(1, 60) + 0.86 * 300 + 20)
+    assert result.stats.accepted > 40
+    helped = Auto().recipe(machine.engine.info()).proposer
+    assert helped.judge.times.step(1) == pytest.approx(0.00085)  # of a step, not of a call
+
+
 def test_on_repeated_text_it_wakes_up(monkeypatch: pytest.MonkeyPatch) -> None:
     text = repeating(430, 2)
     machine = Scripted(monkeypatch, [text], cheap)
@@ -209,7 +222,7 @@ def test_the_part_that_ships_rests_where_it_does_not_pay(shipped: Engine, monkey
     proposer = Auto().recipe(shipped.info()).proposer
     drafter = proposer.begin(shipped.runner, KVCache(shipped.runner.windows, 0))
     reading, decoding = ([type("Standing", (), {"emitted": emitted})()] for emitted in (0, 1))
-    assert proposer.judge.drafter.rests and drafter.watch(decoding, []) is None  # nothing is collected for it meanwhile
+    assert proposer.judge.drafter.rest and drafter.watch(decoding, []) is None  # nothing is collected for it meanwhile
     with pytest.raises(AttributeError):
         drafter.watch(reading, [object()])
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from bench_systems import MODEL, Local, Moody
-from shoal_lab.bench.process import peak_memory, reset_peak_memory
+from shoal_lab.bench.process import peak_memory
 from shoal_lab.bench.system import NotMeasured, Setting
 from shoal_lab.bench.worker import SystemProcess
 

@@ -182,7 +182,7 @@ class Batch:
         steps, running = self._search(seqs)
         reading, decoding = self._apart(running)
         if decoding and not reading and all([seq.plain and not seq.forced for seq in decoding]):
-            steps += self._plain_step(decoding)
+            steps += self._plain_steps(decoding)
             self.clock.decode_seconds += time.perf_counter() - start
             return steps
         if not (reading or decoding):
@@ -191,6 +191,11 @@ class Batch:
             return steps
         trees = [tree if tree.is_chain else tree.within(self.runner.most_nodes) for tree in self.propose(decoding)]
         drafting = time.perf_counter() - start
+        if not reading and (most := self._resting(decoding, trees)):
+            steps += self._plain_steps(decoding, most)
+            self.clock.draft_seconds += drafting
+            self.clock.decode_seconds += time.perf_counter() - start
+            return steps
         shares = [_guesses(seq, tree, self.due(seq) - 1) for seq, tree in zip(decoding, trees, strict=True)]
         if reading:
             left = budget - sum(len(share.chunk.tokens) for share in shares)
@@ -205,7 +210,13 @@ class Batch:
         self.clock.count(time.perf_counter() - start, decoding=bool(decoding))
         return steps
 
-    def _plain_step(self, seqs: Sequence[RunningSequence]) -> list[Step]:
+    def _resting(self, seqs: Sequence[RunningSequence], trees: Sequence[TokenTree]) -> int:
+        """How many plain steps may follow, as nothing is guessed and no drafter need see them; 0 if one must."""
+        if not all([len(tree) == 1 and seq.quiet and not seq.forced for seq, tree in zip(seqs, trees, strict=True)]):
+            return 0
+        return self.components.rest(seqs)
+
+    def _plain_steps(self, seqs: Sequence[RunningSequence], most: int = _MOST_STEPS) -> list[Step]:
         """The usual step: every sequence takes the argmax token after its last one. The same as `_forward`, shorter.
 
         Where steps are fast, several follow one another in one call: between two calls the model streams through the
@@ -213,10 +224,14 @@ class Batch:
         """
         start, steps = time.perf_counter(), list[Step]()
         chunks = [SequenceChunk(seq.seq_id, (seq.tokens[-1],), (seq.emitted,), seq.plan) for seq in seqs]
-        most = min(self._most_steps, *[seq.stop.room if seq.stop.by_ids else 1 for seq in seqs])
+        most = min(most, self._most_steps, *[seq.stop.room if seq.stop.by_ids else 1 for seq in seqs])
         ends = frozenset[int]().union(*[seq.stop.ends for seq in seqs]) if most > 1 else ()
         found = self.runner.argmax_steps(chunks, self.cache, most, [*ends])
-        path = range(len(found))
+        seconds, path = (time.perf_counter() - start) / len(found), range(len(found))
+        if not all([seq.plain for seq in seqs]):
+            roots = [TokenTree.root(seq.tokens[-1]) for seq in seqs]
+            kept = [Outcome((0,), token) for token in found[0]]
+            self.components.observe(seqs, StepReport(seqs, roots, kept, 0.0, seconds, steps=len(found)))
         for seq, *tokens in zip(seqs, *found, strict=True):
             for place in path:
                 seq.ledger.count(seq.plan.depth(seq.emitted + place))

@@ -42,6 +42,11 @@ class Components:
                 trees.update(zip((seq.seq_id for seq in group), cut, strict=True))
         return [trees.get(seq.seq_id) or TokenTree.root(seq.tokens[-1]) for seq in seqs]
 
+    def rest(self, seqs: Sequence[RunningSequence]) -> int:
+        """How many steps of these sequences, for none of which anything was guessed, their drafters need not see."""
+        drafters = self._at_work(seqs, [seq.recipe.drafter for seq in seqs])
+        return min([drafter.rests() for drafter, _ in drafters])
+
     def watch(self, seqs: Sequence[RunningSequence], chunks: Sequence[SequenceChunk]) -> tuple[HiddenStateHook, ...]:
         """Hooks that show the hidden states of the next forward to the workers that want them."""
         hooks: list[tuple[HiddenStateHook, list[int] | None]] = []

@@ -18,11 +18,13 @@ class RunningSequence(SequenceState):
         recipe: the components from which it decodes; no component is shown the others.
         takes_argmax: whether only the argmax token after each node is needed.
         plain: whether besides a step is one token, of which nobody is told.
+        quiet: whether besides nobody is told but a proposer.
     """
 
     recipe: Recipe = field(kw_only=True)
     takes_argmax: bool = field(init=False)
     plain: bool = field(init=False)
+    quiet: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.drafts = self.recipe.proposer is not None
@@ -35,6 +37,8 @@ class RunningSequence(SequenceState):
         plain = how.greedy and not how.logit_bias and not sampling.needs_history(how, self.processors)
         self.takes_argmax = plain and all(other is None for other in others)
         self.plain = self.takes_argmax and not recipe.has_workers
+        told = (recipe.pace, recipe.keep, recipe.select, recipe.experts, recipe.meter)
+        self.quiet = self.takes_argmax and recipe.settled and all(other is None for other in told)
 
     def force(self) -> list[Step]:
         """Emit tokens without a forward as long as the constraint allows only one.

@@ -32,6 +32,7 @@ class StepReport:
         prompt: whether the sequences have just read their prompts and emit their first token. Nothing was guessed then,
             and the seconds are those of the prompts.
         source: the step of all sequences if this report covers only some of them; else None.
+        steps: steps of which this is the first, all without a guess; the seconds are those of one.
     """
 
     seqs: Sequence[SequenceState]
@@ -41,6 +42,7 @@ class StepReport:
     target_seconds: float | None
     prompt: bool = False
     source: StepReport | None = None
+    steps: int = 1
 
     @property
     def whole(self) -> StepReport:
@@ -108,6 +110,13 @@ class Drafter(Worker, ABC):
 
         It may run the target on the sequences' cache and leave scratch entries there: the loop rolls them back.
         """
+
+    def rests(self) -> int:
+        """How many steps may follow a proposal without any guess before it is asked again, if it need not watch them.
+
+        It hears of them in one report. 0 if it is to be asked and shown everything in each step.
+        """
+        return 0
 
 
 class DraftLengthPolicy(Worker, ABC):

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 _WIDEST = 64
 """Most tokens of a forward with drafts; a further token costs more than it can bring."""
+_FOLLOWED, _ALONE = 2, 4
+"""Steps without asking again where the text repeats a passage that does not pay to guess, and where it repeats none."""
 _HELPED = 8
 """Most guesses of a drafter one after another."""
 _CALIBRATED = 0.7
@@ -42,6 +44,8 @@ _SMALLER = 0.6, 0.25
 """The same for a draft model, and the cost of its guess as a share of a step."""
 _TRAINED = 0.45, 0.2
 """The same for a draft head."""
+_AWAKE = 8
+"""Steps that a draft head sees before it is tried again."""
 _SURE = 0.4
 """Likelihood below which a path of a draft head's guesses is not continued."""
 
@@ -103,7 +107,7 @@ class Auto(Method):
             name = engine.model_name or "the draft model"
             return ModelProposer(engine.runner, shape, name), DrafterRecord(*_SMALLER, shape.length)
         if (layer := self._trained(info)) is not None:
-            return layer, DrafterRecord(*_TRAINED, layer.shape.length)
+            return layer, DrafterRecord(*_TRAINED, layer.shape.length, _AWAKE)
         if info.skips is not None and any(info.skips) and (info.can_split or info.skips[0] == info.skips[1]):
             left = info.num_layers - sum(len(set(layers)) for layers in info.skips) / 2 + info.head_layers
             length = min(_HELPED, self.length)
@@ -158,6 +162,7 @@ class CautiousDrafter(Drafter):
         self._proposer, self._widest, self._drafter = proposer, widest, drafter
         self._matchers = PerSequence(self._matcher)
         self._others = self._helped = 0
+        self._followed = False
         self._from_drafter: set[SequenceState] = set()
 
     def _matcher(self, seq: SequenceState) -> SuffixMatcher:
@@ -167,7 +172,7 @@ class CautiousDrafter(Drafter):
 
     def watch(self, seqs: Sequence[SequenceState], chunks: Sequence[SequenceChunk]) -> HiddenStateHook | None:
         """The drafter's hook; a drafter that rests for long sees no answers meanwhile."""
-        rests = seqs[0].emitted > 0 and self._proposer.judge.drafter.rests
+        rests = seqs[0].emitted > 0 and self._proposer.judge.drafter.rest > 0
         return None if self._drafter is None or rests else self._drafter.watch(seqs, chunks)
 
     def propose(self, seqs: Sequence[SequenceState], limits: Sequence[int]) -> list[TokenTree]:
@@ -175,10 +180,15 @@ class CautiousDrafter(Drafter):
         matchers = [self._matchers[seq] for seq in seqs]
         for seq, matcher in zip(seqs, matchers, strict=True):
             matcher.read(seq.tokens)
-        self._helped = 0
+        self._helped, self._followed = 0, any([matcher.place is not None for matcher in matchers])
         lengths = self._lengths(matchers, limits)
         trees = [_chain(*each) for each in zip(seqs, matchers, lengths, strict=True)]
         return trees if self._drafter is None else self._with_help(self._drafter, seqs, limits, trees)
+
+    def rests(self) -> int:
+        """A few: where the text begins to repeat a passage, guesses pay only after some tokens of it."""
+        most = _FOLLOWED if self._followed else _ALONE
+        return most if self._drafter is None else min(most, self._proposer.judge.drafter.rest)
 
     def _lengths(self, matchers: Sequence[SuffixMatcher], limits: Sequence[int]) -> list[int]:
         """Guesses from the text, per sequence."""

@@ -260,6 +260,7 @@ class CostModel:
             self.times.observe(seqs, guesses, report.target_seconds)
         if helped and (step := self.times.step(seqs)):
             self.drafter.took(seqs, helped, report.draft_seconds / step)
+        self.drafter.passed(report.steps - 1)
 
 
 def paying_lengths(chances: Sequence[Sequence[float]], times: ForwardTimes, room: int, seqs: int) -> list[int]:
@@ -274,19 +275,18 @@ class DrafterRecord:
         rate: prior chance that a guess is kept.
         cost: of each guess in plain steps, until one was timed.
         most: most guesses one after another.
+        awake: steps before its next trial from which on the drafter must see what is decoded.
     """
 
-    _TRIES = 4
-    """Guesses in a new text before a drafter may be put off."""
+    _TRIES, _TRIES_MORE, _KNOWN = 4, 2, 16
+    """Guesses in a new text before a drafter may be put off, and in one that comes after so many judged turns."""
     _SHORTEST_REST = 16
     _TRIALS = 0.01
     """Share of the time for trying a bad drafter again, with one guess; it sets the pause, within bounds."""
-    _AWAKE = 32
-    """Steps before its next trial from which on the drafter sees what is decoded."""
 
-    def __init__(self, rate: float = 0.5, cost: float = 0.5, most: int = 8) -> None:
+    def __init__(self, rate: float = 0.5, cost: float = 0.5, most: int = 8, awake: int = 0) -> None:
         self._rate, self._acceptance = rate, Acceptance(prior=rate)
-        self._most, self._judged, self._tries, self._behind = most, 0, 0, True
+        self._most, self._awake, self._judged, self._tries, self._behind = most, awake, 0, 0, True
         self._costs = defaultdict[int, DraftCost](partial(DraftCost, cost))
         self._pauses = defaultdict[int, Backoff](partial(Backoff, _LONGEST_PAUSE))
         self._pause, self._hopeless = Backoff(_LONGEST_PAUSE), dict[int, bool]()
@@ -294,7 +294,7 @@ class DrafterRecord:
     def begin(self) -> None:
         """Begin a new text: try again, unless no text pays. What is known of other texts counts half."""
         self._acceptance = Acceptance(prior=(self._acceptance.rate + self._rate) / 2)
-        self._tries, self._behind = self._TRIES, True
+        self._tries, self._behind = self._TRIES if self._judged < self._KNOWN else self._TRIES_MORE, True
         for seqs, pause in self._pauses.items():
             if not self._hopeless.get(seqs):
                 pause.end()
@@ -330,9 +330,14 @@ class DrafterRecord:
         return best_length(costs, partial(expected_tokens, rate), MARGIN)
 
     @property
-    def rests(self) -> bool:
-        """Whether the drafter makes no guess in the next steps either, with the last number of sequences."""
-        return self._pause.left > self._AWAKE
+    def rest(self) -> int:
+        """In how many steps the drafter neither guesses nor sees anything, with the last number of sequences."""
+        return max(0, self._pause.left - self._awake)
+
+    def passed(self, steps: int) -> None:
+        """Count steps of its rest in which it was not asked."""
+        left = self._pause.left
+        self._pause.left = max(min(left, 1), left - steps)
 
     def judged(self, kept: int, offered: int) -> None:
         """Learn that `kept` of `offered` successive guesses were right."""
