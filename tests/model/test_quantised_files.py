@@ -151,7 +151,7 @@ NAN = torch.full((64, 64), float("nan")).to(torch.float8_e4m3fn)
     ("gptq-4", {}, {"bits": 5}, "gptq with bits 5: it must be one of 2, 3, 4, 8"),
     ("gptq-4", {f"{MATRIX}.g_idx": torch.full((64,), 9, dtype=torch.int32)}, {}, "g_idx names 64 groups, up to 9"),
     ("awq", {}, {"version": "gemv_fast"}, "AWQ of version 'gemv_fast'"),
-    ("packed-4", {f"{MATRIX}.weight_shape": torch.tensor([64, 4096])}, {}, "words hold no matrix"),
+    ("packed-4", {f"{MATRIX}.weight_shape": torch.tensor([64, 4096])}, {}, "hold no matrix"),
     ("packed-4", {}, {"transform_config": {"config_groups": {"R1": {}}}}, "transform_config"),
     ("fp8", {f"{MATRIX}.weight": NAN}, {}, "holds NaN"),
     ("fp8", {f"{MATRIX}.weight_scale_inv": None}, {}, "without .*weight_scale"),

@@ -128,8 +128,8 @@ class Awq(Form):
         return checked(stored, levels, stored["scales"].t(), zeros.to(torch.int16))
 
     def _ordered(self, packed: Tensor) -> Tensor:
-        words: Tensor = packed.unflatten(1, (-1, len(_AWQ_PLACES)))
-        return words[..., list(_AWQ_PLACES)].flatten(1)
+        by_eight: Tensor = packed.unflatten(1, (-1, len(_AWQ_PLACES)))
+        return by_eight[..., list(_AWQ_PLACES)].flatten(1)
 
 
 class Packed(Form):
@@ -141,15 +141,15 @@ class Packed(Form):
 
     @override
     def read(self, stored: Stored) -> Levels:
-        words, scales = stored["weight_packed"], stored["weight_scale"]
-        if words.dtype != torch.int32 or words.dim() != 2 or scales.dim() != 2:
-            why = f"it is {words.dtype} {list(words.shape)}; packed levels are int32 [out, n] with scales [out, groups]"
+        packed, scales = stored["weight_packed"], stored["weight_scale"]
+        if packed.dtype != torch.int32 or packed.dim() != 2 or scales.dim() != 2:
+            why = f"it is {packed.dtype} {list(packed.shape)}; packed levels are int32 [out, n] with scales [out, groups]"
             raise Unsupported(f"a checkpoint whose {stored.stem}.weight_packed cannot be read", why, REMEDY)
         rows, columns = (int(size) for size in stored["weight_shape"])
-        bits = next((bits for bits in range(1, 9) if -(-columns * bits // 32) == words.shape[1]), 0)
-        if not bits or rows != len(words):
-            raise stored.misfit(f"{list(words.shape)} words hold no matrix [{rows}, {columns}]")
-        levels = unpack(words, bits)[:, :columns]
+        bits = next((bits for bits in range(1, 9) if -(-columns * bits // 32) == packed.shape[1]), 0)
+        if not bits or rows != len(packed):
+            raise stored.misfit(f"integers {list(packed.shape)} hold no matrix [{rows}, {columns}]")
+        levels = unpack(packed, bits)[:, :columns]
         zeros = torch.full(scales.shape, 1 << bits - 1, dtype=torch.int16)
         if stored.has("weight_zero_point"):
             zeros = unpack(stored["weight_zero_point"].t().contiguous(), bits).t()[:rows].to(torch.int16)

@@ -15,19 +15,19 @@ _WORD, _BLOCK, _MIDDLE, _MOST = 32, 32, 8, 15
 """Bits of a packed word; columns of a block; the zero point of Q4_0 and the largest level of four bits."""
 
 
-def unpack(words: Tensor, bits: int) -> Tensor:
-    """Numbers of `bits` bits that are packed along the last dimension, the lowest bits first, across words.
+def unpack(packed: Tensor, bits: int) -> Tensor:
+    """Numbers of `bits` bits that are packed along the last dimension, the lowest bits first, across integers.
 
     Args:
-        words: int32 [..., n].
+        packed: int32 [..., n].
 
     Returns:
         uint8 [..., n * 32 // bits].
     """
     if _WORD % bits == 0:
         shifts = torch.arange(0, _WORD, bits, dtype=torch.int32)
-        return (words.unsqueeze(-1) >> shifts & (1 << bits) - 1).to(torch.uint8).flatten(-2)
-    each = (words.unsqueeze(-1) >> torch.arange(_WORD, dtype=torch.int32) & 1).to(torch.uint8).flatten(-2)
+        return (packed.unsqueeze(-1) >> shifts & (1 << bits) - 1).to(torch.uint8).flatten(-2)
+    each = (packed.unsqueeze(-1) >> torch.arange(_WORD, dtype=torch.int32) & 1).to(torch.uint8).flatten(-2)
     count = each.shape[-1] // bits
     split: Tensor = each[..., : count * bits].unflatten(-1, (count, bits))
     return (split << torch.arange(bits, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
