@@ -39,7 +39,7 @@ MOST_CORE_LINES = 41_110
 channel-wise gates of two matrices and lightning attention, seven model types, their GGUF files and published names;
 560: all GGUF types, models in parts, gpt-oss; 40: orders and cards by kind of layer; 500: safetensors in the numbers
 of five tools; 70: plain steps under a drafter that rests, old copies of weights removed."""
-MOST_CORE_FILES = 265  # 20: recurrent layers; 3: experts; 4: SambaY; 3: latent attention; 7: GGUF types, parts, other tools
+MOST_CORE_FILES = 265  # 20: recurrent layers; 3: experts; 4: SambaY; 3: latent attention; 7: GGUF, other tools
 MOST_LAB_LINES = 39_910
 """Of the package, benchmarks and tools. 392 more: plan and members; 127: two checkouts; 350: hybrids, prefixes; 620:
 training hybrids."""

@@ -20,7 +20,7 @@ from shoal.model.gguf.header import GgmlType
 from shoal.model.packed import native
 from shoal.model.packed.source import FileSource, TensorSource
 from shoal.model.parity import chunked_logits
-from shoal.model.quantised.levels import Levels, unpack
+from shoal.model.quantised.levels import GroupScaled, unpack
 from shoal.model.quantised.source import QuantisedSource
 
 FOLDER = Path(__file__).parents[1] / "fixtures" / "quantised"
@@ -126,9 +126,9 @@ def test_levels_of_any_bits_are_unpacked() -> None:
 
 def test_scales_that_float16_lacks_have_no_blocks() -> None:
     levels, zeros = torch.full((32, 32), 3, dtype=torch.uint8), torch.full((32, 1), 8, dtype=torch.int16)
-    assert Levels(levels, torch.full((32, 1), 0.5), zeros).blocks() is not None
-    assert Levels(levels, torch.full((32, 1), 0.1), zeros).blocks() is None
-    assert Levels(levels, torch.full((32, 1), 1e9), zeros).blocks() is None
+    assert GroupScaled(levels, torch.full((32, 1), 0.5), zeros).blocks() is not None
+    assert GroupScaled(levels, torch.full((32, 1), 0.1), zeros).blocks() is None
+    assert GroupScaled(levels, torch.full((32, 1), 1e9), zeros).blocks() is None
 
 
 def changed(tmp_path: Path, form: str, tensors: dict[str, Tensor | None], **config: Any) -> Path:

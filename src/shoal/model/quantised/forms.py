@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from shoal.errors import Unsupported
 from shoal.model.packed.source import Source
-from shoal.model.quantised.levels import Levels, unpack
+from shoal.model.quantised.levels import GroupScaled, unpack
 
 REMEDY = "Fetch it again, or convert it to plain weights or GGUF"
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -52,7 +52,7 @@ class Stored:
         return Unsupported(f"a checkpoint whose {self.stem!r} contradicts itself: {why}", "no matrix is so", REMEDY)
 
 
-class Form(ABC):
+class StoredForm(ABC):
     """A way to store matrices.
 
     Args:
@@ -74,7 +74,7 @@ class Form(ABC):
         return True
 
     @abstractmethod
-    def read(self, stored: Stored) -> Levels | Tensor:
+    def read(self, stored: Stored) -> GroupScaled | Tensor:
         """The matrix, as integers with scales or in float32."""
 
     def group(self, key: str, columns: int) -> int:
@@ -94,13 +94,13 @@ class Form(ABC):
         return bits
 
 
-class Gptq(Form):
+class Gptq(StoredForm):
     """GPTQ (arXiv 2210.17323): levels packed along the inputs, zero points less one unless the format is `gptq_v2`."""
 
     main, beside = "qweight", ("qzeros", "scales", "g_idx")
 
     @override
-    def read(self, stored: Stored) -> Levels:
+    def read(self, stored: Stored) -> GroupScaled:
         bits = self.bits("bits", (2, 3, 4, 8))
         levels = unpack(stored["qweight"].t().contiguous(), bits)
         scales, zeros = stored["scales"].t(), unpack(stored["qzeros"], bits).t().to(torch.int16)
@@ -114,13 +114,13 @@ class Gptq(Form):
                        None if torch.equal(group, order) else group)
 
 
-class Awq(Form):
+class Awq(StoredForm):
     """AWQ (arXiv 2306.00978) as AutoAWQ writes it for its `gemm` kernels: packed along the outputs."""
 
     main, beside = "qweight", ("qzeros", "scales")
 
     @override
-    def read(self, stored: Stored) -> Levels:
+    def read(self, stored: Stored) -> GroupScaled:
         bits = self.bits("bits" if "bits" in self.said else "w_bit", (4,))
         if (version := str(self.said.get("version", "gemm")).lower()) != "gemm":
             raise Unsupported(f"AWQ of version {version!r}", "its order of numbers is not known here", REMEDY)
@@ -132,7 +132,7 @@ class Awq(Form):
         return by_eight[..., list(_AWQ_PLACES)].flatten(1)
 
 
-class Packed(Form):
+class Packed(StoredForm):
     """compressed-tensors' `pack-quantized`: levels packed along the inputs, less half of their range."""
 
     main = "weight_packed"
@@ -140,10 +140,10 @@ class Packed(Form):
               "input_global_scale", "input_scale", "input_zero_point")
 
     @override
-    def read(self, stored: Stored) -> Levels:
+    def read(self, stored: Stored) -> GroupScaled:
         packed, scales = stored["weight_packed"], stored["weight_scale"]
         if packed.dtype != torch.int32 or packed.dim() != 2 or scales.dim() != 2:
-            why = f"it is {packed.dtype} {list(packed.shape)}; packed levels are int32 [out, n] with scales [out, groups]"
+            why = f"it is {packed.dtype} {list(packed.shape)}; integers are int32 [out, n], scales [out, groups]"
             raise Unsupported(f"a checkpoint whose {stored.stem}.weight_packed cannot be read", why, REMEDY)
         rows, columns = (int(size) for size in stored["weight_shape"])
         bits = next((bits for bits in range(1, 9) if -(-columns * bits // 32) == packed.shape[1]), 0)
@@ -159,7 +159,7 @@ class Packed(Form):
         return checked(stored, levels, scales, zeros, group)
 
 
-class Scaled(Form):
+class Scaled(StoredForm):
     """Int8 or FP8 numbers with scales: of the whole matrix, of rows, or of blocks of rows and columns."""
 
     main = "weight"
@@ -171,7 +171,7 @@ class Scaled(Form):
         return stored["weight"].dtype in (*FP8, torch.int8)
 
     @override
-    def read(self, stored: Stored) -> Levels | Tensor:
+    def read(self, stored: Stored) -> GroupScaled | Tensor:
         numbers = stored["weight"]
         scales = stored["weight_scale_inv" if stored.has("weight_scale_inv") else "weight_scale"].float()
         if numbers.dtype in FP8 and numbers.float().isnan().any() or not scales.isfinite().all():
@@ -203,7 +203,7 @@ class Scaled(Form):
         return scales
 
 
-class NormalFloats(Form):
+class NormalFloats(StoredForm):
     """bitsandbytes' nf4 and fp4 (QLoRA, arXiv 2305.14314, section 3), with scales in 8 bits or plain, and its int8."""
 
     main = "weight"
@@ -234,17 +234,17 @@ class NormalFloats(Form):
         return (values * largest.repeat_interleave(size)[: len(values)]).view(rows, columns)
 
 
-def checked(stored: Stored, levels: Tensor, scales: Tensor, zeros: Tensor, group: Tensor | None = None) -> Levels:
-    """Levels whose parts fit each other; the error names them if they do not."""
+def checked(stored: Stored, levels: Tensor, scales: Tensor, zeros: Tensor, group: Tensor | None = None) -> GroupScaled:
+    """GroupScaled whose parts fit each other; the error names them if they do not."""
     if scales.shape != zeros.shape or len(scales) != len(levels) or not scales.shape[1] or (
             group is None and levels.shape[1] % scales.shape[1]):
         raise stored.misfit(f"levels {list(levels.shape)}, scales {list(scales.shape)}, zeros {list(zeros.shape)}")
     if not scales.isfinite().all():
         raise stored.misfit("a scale is no finite number")
-    return Levels(levels, scales, zeros, group)
+    return GroupScaled(levels, scales, zeros, group)
 
 
-FORMS: Mapping[str, tuple[type[Form], ...]] = {
+FORMS: Mapping[str, tuple[type[StoredForm], ...]] = {
     "gptq": (Gptq,), "awq": (Awq,), "fp8": (Scaled,), "fbgemm_fp8": (Scaled,), "bitsandbytes": (NormalFloats,),
     "compressed-tensors": (Packed, Scaled),
 }

@@ -34,7 +34,7 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Levels:
+class GroupScaled:
     """W[row, column] = scale[row, group] * (level[row, column] - zero[row, group]).
 
     Attributes:
@@ -50,7 +50,7 @@ class Levels:
     group: Tensor | None = None
 
     @classmethod
-    def cat(cls, parts: Sequence[Levels]) -> Levels | None:
+    def cat(cls, parts: Sequence[GroupScaled]) -> GroupScaled | None:
         """Matrices one above the other; None where their columns are grouped differently."""
         if any(part.group is not None or part.scales.shape[1] != parts[0].scales.shape[1]
                or part.levels.dtype != parts[0].levels.dtype for part in parts):
@@ -96,7 +96,7 @@ class Levels:
 
 
 def _nibbles(levels: Tensor) -> Tensor:
-    """Levels [rows, n, 32] as bytes [rows, n, 16]: the first half of a block in the low bits, the other in the high."""
+    """GroupScaled [rows, n, 32] as bytes [rows, n, 16]: the first half of a block in the low bits, the other in the high."""
     first, second = levels.to(torch.uint8).chunk(2, -1)
     return first | second << 4
 

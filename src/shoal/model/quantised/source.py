@@ -11,8 +11,8 @@ from typing_extensions import override
 from shoal.errors import Unsupported
 from shoal.model.gguf.blocks import Blocks
 from shoal.model.packed.source import ChangedSource, Source
-from shoal.model.quantised.forms import FORMS, REMEDY, Form, Stored
-from shoal.model.quantised.levels import Levels
+from shoal.model.quantised.forms import FORMS, REMEDY, Stored, StoredForm
+from shoal.model.quantised.levels import GroupScaled
 
 _PLAIN = "weight"
 
@@ -44,19 +44,19 @@ class QuantisedSource(ChangedSource):
         found = self._found(name)
         if found is None:
             return self._source[name]
-        return found.dequantise() if isinstance(found, Levels) else found
+        return found.dequantise() if isinstance(found, GroupScaled) else found
 
     def blocks(self, names: Sequence[str]) -> Blocks | None:
         """Matrices, one above the other, as GGUF blocks of the same numbers; None if they have no such form."""
-        found = [one for name in names if isinstance(one := self._found(name), Levels)]
-        whole = Levels.cat(found) if len(found) == len(names) else None
+        found = [one for name in names if isinstance(one := self._found(name), GroupScaled)]
+        whole = GroupScaled.cat(found) if len(found) == len(names) else None
         return None if whole is None else whole.blocks()
 
     def is_quantised(self, name: str) -> bool:
         """Whether a weight is not a plain one."""
         return self._form(name) is not None
 
-    def _found(self, name: str) -> Levels | Tensor | None:
+    def _found(self, name: str) -> GroupScaled | Tensor | None:
         """What stands for a plain weight; None if it is plain."""
         form = self._form(name)
         if form is None:
@@ -69,7 +69,7 @@ class QuantisedSource(ChangedSource):
             why = " ".join(str(error).split()) or type(error).__name__
             raise Unsupported(f"a checkpoint whose {name!r} cannot be read", why, REMEDY) from error
 
-    def _form(self, name: str) -> Form | None:
+    def _form(self, name: str) -> StoredForm | None:
         stem = name.removesuffix(f".{_PLAIN}")
         if stem == name:
             return None
@@ -85,6 +85,6 @@ class QuantisedSource(ChangedSource):
                 return None
         return name
 
-    def _beside(self, name: str, part: str, form: Form) -> bool:
+    def _beside(self, name: str, part: str, form: StoredForm) -> bool:
         stem = name.removesuffix(f".{part}")
         return stem != name and self._source.has(f"{stem}.{form.main}")
