@@ -235,7 +235,7 @@ class NormalFloats(StoredForm):
 
 
 def checked(stored: Stored, levels: Tensor, scales: Tensor, zeros: Tensor, group: Tensor | None = None) -> GroupScaled:
-    """GroupScaled whose parts fit each other; the error names them if they do not."""
+    """Levels whose parts fit each other; the error names them if they do not."""
     if scales.shape != zeros.shape or len(scales) != len(levels) or not scales.shape[1] or (
             group is None and levels.shape[1] % scales.shape[1]):
         raise stored.misfit(f"levels {list(levels.shape)}, scales {list(scales.shape)}, zeros {list(zeros.shape)}")

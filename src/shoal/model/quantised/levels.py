@@ -96,7 +96,7 @@ class GroupScaled:
 
 
 def _nibbles(levels: Tensor) -> Tensor:
-    """GroupScaled [rows, n, 32] as bytes [rows, n, 16]: the first half of a block in the low bits, the other in the high."""
+    """Levels [rows, n, 32] as bytes [rows, n, 16]: the first half of a block in the low bits, the other in the high."""
     first, second = levels.to(torch.uint8).chunk(2, -1)
     return first | second << 4
 
