@@ -27,7 +27,7 @@ FOLDER = Path(__file__).parents[1] / "fixtures" / "quantised"
 TYPES = {
     "gptq-4": "Q4_0", "gptq-4-order": None, "gptq-8": "Q8_0", "gptq-3": "Q4_1", "gptq-2": "Q4_1", "awq": "Q4_1",
     "packed-4": "Q4_0", "packed-4-zeros": "Q4_1", "packed-8": "Q8_0", "int-8": "Q8_0", "float-8": None,
-    "fp8-blocks": None, "fp8": None, "nf4": None, "fp4": None, "int8": None,
+    "mxfp4": "MXFP4", "nvfp4": None, "fp8-blocks": None, "fp8": None, "nf4": None, "fp4": None, "int8": None,
 }
 """What the kernels hold of each form; None for numbers of the model's dtype."""
 forms = pytest.mark.parametrize("form", TYPES)

@@ -16,12 +16,14 @@ from torch import Tensor
 from typing_extensions import override
 
 from shoal.errors import Unsupported
-from shoal.model.packed.source import Source
+from shoal.model.gguf.blocks import Blocks
+from shoal.model.packed.source import Source, mxfp4
 from shoal.model.quantised.levels import GroupScaled, unpack
 
 REMEDY = "Fetch it again, or convert it to plain weights or GGUF"
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where AutoAWQ's word has the number of each of eight columns."""
+_E2M1 = torch.tensor([sign * size for sign in (1.0, -1.0) for size in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)])
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -74,8 +76,8 @@ class StoredForm(ABC):
         return True
 
     @abstractmethod
-    def read(self, stored: Stored) -> GroupScaled | Tensor:
-        """The matrix, as integers with scales or in float32."""
+    def read(self, stored: Stored) -> GroupScaled | Blocks | Tensor:
+        """The matrix, as integers with scales, in blocks or in float32."""
 
     def group(self, key: str, columns: int) -> int:
         """A size of groups of the config; -1 stands for all columns."""
@@ -136,8 +138,7 @@ class Packed(StoredForm):
     """compressed-tensors' `pack-quantized`: levels packed along the inputs, less half of their range."""
 
     main = "weight_packed"
-    beside = ("weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "weight_global_scale",
-              "input_global_scale", "input_scale", "input_zero_point")
+    beside = ("weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "input_scale", "input_zero_point")
 
     @override
     def read(self, stored: Stored) -> GroupScaled:
@@ -157,6 +158,33 @@ class Packed(StoredForm):
         if group is not None and int(group.min()) < 0:  # -1 everywhere stands for neighbours
             group = None
         return checked(stored, levels, scales, zeros, group)
+
+
+class FourBitFloats(StoredForm):
+    """compressed-tensors' `mxfp4-pack-quantized` and `nvfp4-pack-quantized`: two neighbours in a byte, E2M1 each.
+
+    MXFP4 has an exponent for 32 numbers; NVFP4 an E4M3 scale for 16, over one of the whole matrix.
+    """
+
+    main, beside = "weight_packed", (*Packed.beside, "weight_global_scale", "input_global_scale")
+
+    @override
+    def reads(self, stored: Stored) -> bool:
+        return stored["weight_packed"].dtype == torch.uint8
+
+    @override
+    def read(self, stored: Stored) -> Blocks | Tensor:
+        pairs, scales = stored["weight_packed"], stored["weight_scale"]
+        each = 2 * pairs.shape[1] // max(1, scales.shape[1])
+        if pairs.dim() != 2 or scales.shape != (len(pairs), 2 * pairs.shape[1] // max(1, each)):
+            raise stored.misfit(f"bytes {list(pairs.shape)} with scales {list(scales.shape)}")
+        if scales.dtype == torch.uint8:
+            return mxfp4(pairs.unflatten(1, (-1, each // 2)), scales)
+        whole = scales.float() / stored["weight_global_scale"].float()
+        if not whole.isfinite().all():
+            raise stored.misfit("a scale is no finite number")
+        numbers = torch.stack([pairs & 15, pairs >> 4], -1).flatten(1)
+        return _E2M1[numbers.long()] * whole.repeat_interleave(each, 1)
 
 
 class Scaled(StoredForm):
@@ -246,7 +274,7 @@ def checked(stored: Stored, levels: Tensor, scales: Tensor, zeros: Tensor, group
 
 FORMS: Mapping[str, tuple[type[StoredForm], ...]] = {
     "gptq": (Gptq,), "awq": (Awq,), "fp8": (Scaled,), "fbgemm_fp8": (Scaled,), "bitsandbytes": (NormalFloats,),
-    "compressed-tensors": (Packed, Scaled),
+    "compressed-tensors": (FourBitFloats, Packed, Scaled),
 }
 """By the config's `quant_method`."""
 

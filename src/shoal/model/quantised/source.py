@@ -44,19 +44,23 @@ class QuantisedSource(ChangedSource):
         found = self._found(name)
         if found is None:
             return self._source[name]
-        return found.dequantise() if isinstance(found, GroupScaled) else found
+        return found if isinstance(found, Tensor) else found.dequantise()
 
     def blocks(self, names: Sequence[str]) -> Blocks | None:
         """Matrices, one above the other, as GGUF blocks of the same numbers; None if they have no such form."""
-        found = [one for name in names if isinstance(one := self._found(name), GroupScaled)]
-        whole = GroupScaled.cat(found) if len(found) == len(names) else None
+        found = [self._found(name) for name in names]
+        blocks = [one for one in found if isinstance(one, Blocks)]
+        scaled = [one for one in found if isinstance(one, GroupScaled)]
+        if len(blocks) == len(names):
+            return Blocks.cat(blocks)
+        whole = GroupScaled.cat(scaled) if len(scaled) == len(names) else None
         return None if whole is None else whole.blocks()
 
     def is_quantised(self, name: str) -> bool:
         """Whether a weight is not a plain one."""
         return self._form(name) is not None
 
-    def _found(self, name: str) -> GroupScaled | Tensor | None:
+    def _found(self, name: str) -> GroupScaled | Blocks | Tensor | None:
         """What stands for a plain weight; None if it is plain."""
         form = self._form(name)
         if form is None:
