@@ -66,10 +66,31 @@ RELATIVES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("glm", {**_GROUPED, **_HEAD_DIM}),
     "glm4": ("glm4", {**_GROUPED, **_HEAD_DIM}),
     "helium": ("helium", {**_GROUPED, **_HEAD_DIM}),
+    "ernie4_5": ("ernie4_5", {**_GROUPED, **_HEAD_DIM}),
     "minicpm3": ("minicpm3", {**_UNGROUPED, "num_key_value_heads": 4, **_LATENT, "q_lora_rank": 20, "scale_emb": 3,
                               "scale_depth": 1.5, "dim_model_base": 24, "tie_word_embeddings": False}),
 }
 """More of them, close to those above, for tests of what they add to the packed block."""
+
+_GPT: dict[str, Any] = {"vocab_size": VOCAB, "n_embd": HIDDEN, "n_head": HEADS, "n_positions": 512}
+CLASSICS: dict[str, tuple[str, dict[str, Any]]] = {
+    "phi": ("phi", _GROUPED),
+    "starcoder2": ("starcoder2", {**_GROUPED, "sliding_window": WINDOW}),
+    "gpt_bigcode": ("gpt_bigcode", _GPT),
+    "falcon": ("falcon", {**_UNGROUPED, "ffn_hidden_size": 48}),
+    "falcon40": ("falcon", {**_UNGROUPED, "ffn_hidden_size": 48, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    "cohere": ("cohere", _GROUPED),
+    "cohere2": ("cohere2", {**_GROUPED, **_HEAD_DIM, "sliding_window": WINDOW, "sliding_window_pattern": 3}),
+    "persimmon": ("persimmon", _UNGROUPED),
+    "nemotron": ("nemotron", _GROUPED),
+    "olmo": ("olmo", _GROUPED),
+    "bloom": ("bloom", {"vocab_size": VOCAB, "hidden_size": HIDDEN, "n_head": HEADS}),
+    "mpt": ("mpt", {"vocab_size": VOCAB, "d_model": HIDDEN, "n_heads": HEADS, "max_seq_len": 512}),
+    "gptj": ("gptj", {**_GPT, "rotary_dim": 4}),
+    "codegen": ("codegen", {**_GPT, "rotary_dim": 4, "n_ctx": 512}),
+    "hunyuan_v1_dense": ("hunyuan_v1_dense", {**_GROUPED, **_HEAD_DIM}),
+}
+"""Families with other norms, MLPs, residuals or positions than Llama, besides those of `FAMILIES`."""
 
 _LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 _NEMOTRON = {"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 16, "n_groups": 2,
@@ -143,6 +164,9 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
                                         "n_routed_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 16}),
     "ernie4_5_moe": ("ernie4_5_moe", {**_GROUPED, "moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 16,
                                       "moe_num_shared_experts": 2, "moe_layer_start_index": 1}),
+    "phimoe": ("phimoe", {**_GROUPED, "num_local_experts": 6, "num_experts_per_tok": 2, "router_jitter_noise": 0.2,
+                          "attention_bias": True, "lm_head_bias": True}),
+    "hunyuan_v1_moe": ("hunyuan_v1_moe", {**_GROUPED, **_HEAD_DIM, "num_experts": 6, "moe_topk": 3}),
 }
 """Mixtures of experts."""
 MIXED_RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
@@ -179,6 +203,7 @@ _NO_SPECIAL = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 _NO_DROPOUT = {"dropout": 0.0, "attention_dropout": 0.0, "hidden_dropout": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
                "resid_pdrop": 0.0, "resid_dropout": 0.0, "activation_dropout": 0.0, "layerdrop": 0.0}
 _ATTENTION = {"gemma2": "eager_in_full_precision", "gpt_oss": "eager",
+              **dict.fromkeys(("gptj", "codegen", "bloom", "mpt"), "eager"),
               "mamba": "eager", "mamba2": "eager", "falcon_mamba": "eager"}
 _HYBRID_PATTERN = ("sliding_attention", "sliding_attention", "full_attention")
 
@@ -188,7 +213,8 @@ def tiny(family: str, seed: int = 0, dtype: torch.dtype = torch.float64, layers:
     """A tiny random causal LM with sdpa attention, in eval mode, without EOS.
 
     Args:
-        family: a key of `FAMILIES`, `RELATIVES`, `RECURRENT`, `RECURRENT_RELATIVES`, `MIXTURES` or `MIXED_RECURRENT`.
+        family: a key of `FAMILIES`, `RELATIVES`, `CLASSICS`, `RECURRENT`, `RECURRENT_RELATIVES`, `MIXTURES` or
+            `MIXED_RECURRENT`.
         seed: of the weights; the caller's random state is left as it was.
         dtype: the weights' dtype. The same seed gives the same weights up to rounding.
         layers: number of decoder layers.
@@ -228,7 +254,7 @@ def _look(model: PreTrainedModel) -> Any:
 
 
 def _build(family: str, seed: int, dtype: torch.dtype, layers: int, overrides: dict[str, Any]) -> PreTrainedModel:
-    model_type, own = {**FAMILIES, **RELATIVES, **RECURRENT, **RECURRENT_RELATIVES, **MIXTURES,
+    model_type, own = {**FAMILIES, **RELATIVES, **CLASSICS, **RECURRENT, **RECURRENT_RELATIVES, **MIXTURES,
                        **MIXED_RECURRENT}[family]
     settings = {**_NO_SPECIAL, **own, **_depth(family, model_type, layers), **overrides}
     config = AutoConfig.for_model(model_type, **settings)
@@ -254,7 +280,8 @@ def _extra(family: str) -> dict[str, Any]:
 def _depth(family: str, model_type: str, layers: int) -> dict[str, Any]:
     if family in ("hybrid", "gemma3", "olmo3", "exaone4", "ministral"):
         return {"num_hidden_layers": layers, "layer_types": [_HYBRID_PATTERN[i % 3] for i in range(layers)]}
-    return {"n_layer" if model_type == "gpt2" else "num_hidden_layers": layers}
+    short = model_type in ("gpt2", "gpt_bigcode", "gptj", "codegen", "bloom")
+    return {"n_layers" if model_type == "mpt" else "n_layer" if short else "num_hidden_layers": layers}
 
 
 def _sharpen(model: PreTrainedModel) -> None:

@@ -126,6 +126,7 @@ class ModelInfo:
         kv_sizes: KV heads, and head_dim of keys and of values, per layer; empty if unknown.
         sources: per layer, the one that it reads instead of keeping something itself, or None; empty if none does.
         shows_queries: whether a component may see the queries of attention, and choose what they read.
+        by_distance: whether scores depend on how far apart slots are, so that none may be left out between others.
         tokenizer: the model's tokenizer, if it has one.
         draft_engine: makes the engine of another model, given its folder, its Hub id or the loaded model. It must have
             the same tokens unless `same=False`. None if there is no engine.
@@ -150,6 +151,7 @@ class ModelInfo:
     kv_sizes: tuple[tuple[int, int, int], ...] = ()
     sources: tuple[int | None, ...] = ()
     shows_queries: bool = True
+    by_distance: bool = False
     tokenizer: Any = None
     draft_engine: Callable[..., Any] | None = None
     tensors: Callable[[str], Mapping[str, Any]] | None = None

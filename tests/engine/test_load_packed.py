@@ -152,31 +152,34 @@ def test_auto_packs_what_fits(tmp_path: Path, dtype: str, said: Lines) -> None:
     assert said() == []
 
 
-MISFITS = {
-    "stablelm": "model type 'stablelm': the packed block fits llama, mistral",
-    "gpt2": "model type 'gpt2': the packed block fits llama, mistral",
-    "gpt_neox": "model type 'gpt_neox': the packed block fits llama, mistral",
+MISFITS: dict[str, tuple[dict[str, Any], str]] = {
+    "opt": ({"do_layer_norm_before": False}, "model type 'opt': its norms follow the sublayers"),
+    "gpt2": ({"scale_attn_by_inverse_layer_idx": True}, "model type 'gpt2': it has cross-attention"),
+    "llama": ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+              "model type 'llama': its rotary table"),
 }
 
 
 @pytest.mark.parametrize("quant", [None, "int8"])
 @pytest.mark.parametrize("family", MISFITS)
 def test_packed_refuses_what_does_not_fit(tmp_path: Path, family: str, quant: Any) -> None:
-    saved(tmp_path, family)
+    changes, why = MISFITS[family]
+    saved(tmp_path, family, **changes)
     for backend in ("packed", "auto") if quant else ("packed",):
-        for given in (tmp_path, tiny(family, dtype=fp32)):
-            with pytest.raises(Unsupported, match=MISFITS[family]):
+        for given in (tmp_path, tiny(family, dtype=fp32, **changes)):
+            with pytest.raises(Unsupported, match=why):
                 shoal.load(given, quant=quant, backend=backend)
 
 
 @pytest.mark.parametrize("given", ["files", "model"])
 @pytest.mark.parametrize("family", MISFITS)
 def test_auto_runs_the_modules_of_what_does_not_fit(tmp_path: Path, family: str, given: str, said: Lines) -> None:
-    model = tiny(family, dtype=fp32)
-    source, options = (model, {}) if given == "model" else (saved(tmp_path, family), {"dtype": "float32"})
+    changes, why = MISFITS[family]
+    model = tiny(family, dtype=fp32, **changes)
+    source, options = (model, {}) if given == "model" else (saved(tmp_path, family, **changes), {"dtype": "float32"})
     engine = shoal.load(source, **options)
     line = only(said())
-    assert line.startswith("running the model's own modules: ") and MISFITS[family] in line
+    assert line.startswith("running the model's own modules: ") and why in line
     assert isinstance(engine.runner, HFRunner)
     assert list(engine.generate(IDS, max_new_tokens=NEW, ignore_eos=True).tokens) == hf_greedy(model, [IDS], NEW)[0]
 

@@ -82,8 +82,6 @@ def test_a_missing_tensor(tmp_path: Path, backend: str) -> None:
     ("gpt_neox", "gpt_neox.layers.1.mlp.dense_4h_to_h.bias"),
 ])  # fmt: skip
 def test_tensors_that_a_loader_may_take_for_optional(tmp_path: Path, family: str, name: str, backend: str) -> None:
-    if backend == "packed" and family == "gpt_neox":
-        pytest.skip("it does not fit the packed block")
     edit(folder(tmp_path, family), without(name))
     with pytest.raises(Unsupported, match=name.replace(".", r"\.")):
         loads(tmp_path, backend)

@@ -35,7 +35,7 @@ from shoal.engine.scheduling.stream import Stream
 from shoal.engine.session import Session
 from shoal.errors import OutOfMemory, stays_here
 from shoal.methods import make
-from shoal.methods.base import check_order, lost_kind
+from shoal.methods.base import check_distances, check_order, lost_kind
 from shoal.model.kv.cache import KVCache
 from shoal.model.packed.source import Source
 from shoal.model.runner import ModelRunner
@@ -106,7 +106,7 @@ class Engine:
             num_layers=self.runner.num_layers, max_new_tokens=max_new_tokens, head_layers=self.runner.head_layers,
             scores=self.card.layer_scores, order=self.card.order, bears=self.card.bears, skips=self.card.skips,
             can_split=self.runner.can_split, windows=self.runner.windows, kv_sizes=self.runner.kv_sizes,
-            sources=self.runner.sources,
+            sources=self.runner.sources, by_distance=self.runner.by_distance,
             shows_queries=self.runner.shows_queries, tokenizer=self.tokenizer, draft_engine=self._draft_models,
             tensors=self._tensors, fingerprint=lambda: self.fingerprint, memory=self._memory, changes=self.changes,
             masked=self.masked, free=self.ranks.size == 1,
@@ -205,6 +205,7 @@ class Engine:
         chosen, info = make(method), self.info(max_new_tokens)
         recipe = chosen.recipe(info)
         check_order(chosen.name, recipe, info)
+        check_distances(chosen.name, recipe, info)
         if (lost := lost_kind(chosen.name, recipe, info)) is not None:
             self._say_once(lost)
         if (notice := chosen.notice(info)) is not None:

@@ -41,6 +41,13 @@ def check_order(name: str, recipe: Recipe, info: ModelInfo) -> None:
                           f"needs {MASKED}")
 
 
+def check_distances(name: str, recipe: Recipe, info: ModelInfo) -> None:
+    """Refuse, by Unsupported, to give up slots between others where scores depend on how far apart they are."""
+    if info.by_distance and recipe.keep is not None:
+        raise Unsupported(name, "this model's scores depend on how far apart tokens are (ALiBi), which leaving some of "
+                          "them out would change", "Use kv_int8")
+
+
 def lost_kind(name: str, recipe: Recipe, info: ModelInfo) -> str | None:
     """What to say of a plan that leaves no layer of a kind, attention or recurrent, of a model with both; else None."""
     stores = info.attends

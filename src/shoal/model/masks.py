@@ -63,6 +63,16 @@ def _seq_mask(seq: SequenceView, queries: int, slots: int, window: int | None, d
     return seen
 
 
+def distances(seq: SequenceView, device: torch.device) -> Tensor:
+    """Positions of slots less those of the queries: int64 [queries, slots]."""
+    nodes = torch.arange(seq.first, seq.last, device=device)
+    if seq.parents is None or seq.depths is None:
+        keys, places = torch.arange(seq.slots, device=device) + seq.start, nodes + seq.base
+    else:
+        keys, places, _ = _tree_slots(seq, nodes, seq.slots, device)
+    return keys - places[:, None]
+
+
 def _tree_slots(seq: SequenceView, nodes: Tensor, slots: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Positions of slots [slots] and queries [queries], and the mask [queries, slots] without the window."""
     assert seq.parents is not None and seq.depths is not None

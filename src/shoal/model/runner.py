@@ -240,6 +240,7 @@ class ModelRunner(Protocol):
             keeping something itself, or None; empty if no layer does.
         adds_masks: whether attention adds its mask to the scores, instead of taking bools.
         shows_queries: whether chunks may have a `query_hook`.
+        by_distance: whether scores depend on how far apart slots are, so that none may be left out between others.
         score_scale: factor of the products of queries and keys before softmax.
         score_cap: c of the soft cap c * tanh(x / c) that follows, or None.
         activation_dtype: what inputs of matrix products are rounded to: int8 if kernels multiply integers, or `dtype`.
@@ -262,6 +263,7 @@ class ModelRunner(Protocol):
     activation_dtype: torch.dtype
     adds_masks: bool
     shows_queries: bool
+    by_distance: bool = False
     score_scale: float
     score_cap: float | None
     routes: bool = False

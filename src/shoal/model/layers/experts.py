@@ -32,6 +32,9 @@ class Routing:
         scale: factor of the weights.
         groups, top_groups: equal groups of experts, and how many of them a token's experts may be of.
         best: by how many of its best experts a group counts.
+        jitter: of SparseMixer (Phi-3.5-MoE, arXiv 2404.14219; GRIN, arXiv 2409.12136, section 3.1): the weight of an
+            expert is its softmax among those still left whose logits are less than twice this share, of the larger of
+            theirs and the best, below the best; None for scores of all.
     """
 
     count: int
@@ -44,6 +47,7 @@ class Routing:
     groups: int = 1
     top_groups: int = 1
     best: int = 2
+    jitter: float | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.top <= self.count:
@@ -66,6 +70,8 @@ class Routing:
             logits: [n, count], float32 or float64.
             bias: [count], added to the scores for the choice.
         """
+        if self.jitter is not None:
+            return self._sparse(logits, 2 * self.jitter)
         scores = torch.sigmoid(logits) if self.sigmoid else logits.softmax(-1)
         wanted = logits if bias is None and self.groups == 1 else scores if bias is None else scores + bias
         if self.groups > 1:
@@ -75,6 +81,18 @@ class Routing:
         if self.normalised:
             weights = weights / (weights.sum(-1, keepdim=True) + self.added).clamp_min(self.least)
         return chosen, weights * self.scale
+
+    def _sparse(self, logits: Tensor, share: float) -> tuple[Tensor, Tensor]:
+        """What `__call__` returns, by SparseMixer."""
+        left, found = logits, list[tuple[Tensor, Tensor]]()
+        for _ in range(self.top):
+            chosen = _first(left, 1)
+            best = left.gather(-1, chosen)
+            far = (best - logits) / logits.abs().maximum(best) > share
+            found.append((chosen, left.masked_fill(far, -torch.inf).softmax(-1).gather(-1, chosen)))
+            left = left.scatter(-1, chosen, -torch.inf)
+        experts, order = torch.cat([chosen for chosen, _ in found], -1).sort(-1)
+        return experts, torch.cat([weight for _, weight in found], -1).gather(-1, order) * self.scale
 
     def _within(self, wanted: Tensor) -> Tensor:
         """Whether an expert is of a chosen group, bool [n, count]."""

@@ -53,6 +53,8 @@ def projected(
     """Q, k and v as `Attend` takes them, and the gate of the outputs, or None, of the stream `x` [T, hidden]."""
     normed = _norm(x, layer.attention_norm, shape.eps, layer.attention_norm_bias).to(dtype)
     lines = applied(layer.qkv, normed, layer.qkv_bias)
+    if shape.qkv_limit is not None:
+        lines = lines.clamp(-shape.qkv_limit, shape.qkv_limit)
     if layer.latent is not None:
         q, k, gate = layer.latent.split(lines)
         if tables is not None:
@@ -63,18 +65,23 @@ def projected(
     parts = lines.split([*sizes, *[key] * (2 if lines.shape[1] > sum(sizes) else 0)], dim=1)
     gate = parts[1].view(len(x), shape.heads, -1) if shape.gate_rows else None
     q, *rest = (part.view(len(x), -1, shape.head_dim) for part in (parts[0], *parts[len(sizes) :]))
-    if layer.q_norm is not None:
-        q = norm_heads(q, layer.q_norm, shape.eps)
-    if tables is not None:
-        q = rotate(q, *tables)
+    q = _turned(q, layer.q_norm, layer.q_norm_bias, shape, tables)
     if not rest:
         return q, None, None, gate
     k, v = rest
-    if layer.k_norm is not None:
-        k = norm_heads(k, layer.k_norm, shape.eps)
-    if tables is not None:
-        k = rotate(k, *tables)
+    k = _turned(k, layer.k_norm, layer.k_norm_bias, shape, tables)
     return (q, k, v, gate) if layer.differential is None else (q, paired(k), paired(v), gate)
+
+
+def _turned(
+    x: Tensor, norm: Tensor | None, bias: Tensor | None, shape: Shape, tables: tuple[Tensor, Tensor] | None
+) -> Tensor:
+    """Queries or keys [T, heads, head_dim], normalised and rotated."""
+    if shape.rotates_first and tables is not None:
+        x = rotate(x, *tables)
+    if norm is not None:
+        x = norm_heads(x, norm, shape.eps) if bias is None else _centred_heads(x, norm, bias, shape.eps)
+    return x if shape.rotates_first or tables is None else rotate(x, *tables)
 
 
 def memory_unit(x: Tensor, layer: Layer, shape: Shape, dtype: torch.dtype, memory: Tensor) -> Tensor:
@@ -221,8 +228,9 @@ def soft_cap(x: Tensor, cap: float | None) -> Tensor:
     return x if cap is None else torch.tanh(x / cap) * cap
 
 
-def scaled_logits(x: Tensor, shape: Shape) -> Tensor:
-    """Logits from the outputs of the head's matrix."""
+def scaled_logits(x: Tensor, shape: Shape, bias: Tensor | None = None) -> Tensor:
+    """Logits from the outputs of the head's matrix, and its bias."""
+    x = x if bias is None else x + bias.to(x.dtype)
     return soft_cap(x * shape.logit_scale, shape.logit_cap)
 
 
@@ -236,6 +244,12 @@ def norm_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Norm of `x` [T, heads, head_dim] over each head or, if the weight is that long, over all heads together."""
     flat = x.to(weight.dtype).reshape(len(x), -1, len(weight))
     return _norm(flat, weight, eps).to(x.dtype).view(x.shape)
+
+
+def _centred_heads(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """LayerNorms of each head of `x` [T, heads, head_dim], with weights and biases [heads * head_dim] of its own."""
+    normed = layer_norm(x.to(weight.dtype), x.shape[-1:], eps=eps)
+    return (normed * weight.view(x.shape[1:]) + bias.view(x.shape[1:])).to(x.dtype)
 
 
 def applied(matrix: Linear, x: Tensor, bias: Tensor | None) -> Tensor:

@@ -18,15 +18,17 @@ from shoal.model.gguf.blocks import Blocks
 from shoal.model.gguf.source import GgufSource
 from shoal.model.modules import check_quantised, quantised_by
 from shoal.model.packed import native
+from shoal.model.packed.classics import rows_of
 from shoal.model.packed.kinds import HYBRIDS, MIXTURES
 from shoal.model.packed.latent import LatentRows
 from shoal.model.packed.linear import Blocked, Dense, Linear, Quant, Stacked, pack
 from shoal.model.packed.native_runner import NativeRunner, fits_kernels, pack_for
 from shoal.model.packed.repacked import Repacked
 from shoal.model.packed.runner import PackedRunner
-from shoal.model.packed.shape import REMEDY, RotaryTable, shape_of
+from shoal.model.packed.shape import REMEDY, RotaryTable, Shape, shape_of
 from shoal.model.packed.source import (
     PUBLISHED,
+    ColumnsAsRows,
     ExpertsByRows,
     FewerLayers,
     FileSource,
@@ -35,7 +37,9 @@ from shoal.model.packed.source import (
     KeyHeadsApart,
     ModelSource,
     PublishedNames,
+    RowsOfParts,
     Source,
+    halves_order,
 )
 from shoal.model.packed.weights import DTYPES, Pack, PackBlocks, Packer, PackFile, Role, check_names
 from shoal.model.quantised.forms import FORMS, settings
@@ -44,6 +48,9 @@ from shoal.model.sambay import OWN_CONFIGS
 
 log = logging.getLogger(__name__)
 QUANTS = ("int8", "int4")
+_PACKED_ALONE = ("recurrent_gemma", "bloom", "mpt")
+"""Model types whose modules keep states to themselves, or are given biases by distance: they run packed or not at all.
+"""
 ReadBlocks = Callable[[str], Blocks]
 """Maps the name of a matrix to its blocks."""
 
@@ -149,7 +156,7 @@ class NativeFilePacker:
 
 
 def file_packer(
-    source: GgufSource, dtype: torch.dtype, kernels: bool, ordered: GatesBelow | LatentRows | None
+    source: GgufSource, dtype: torch.dtype, kernels: bool, ordered: GatesBelow | LatentRows | HalvesPaired | None
 ) -> tuple[PackFile, Repacked | None]:
     """The packer of a file's matrices, and what keeps repacked ones on disk: call its `finish` when all are packed."""
     def read(name: str) -> Blocks:
@@ -198,9 +205,13 @@ def build(
         if numbers is None:
             check_unquantised(config)
         check_names(config, shape, source)
+    as_held = source
+    if not isinstance(file, GgufSource):
+        source = _with_rows(config.get_text_config(), shape, source)
+    straight = source is as_held
+    ordered: GatesBelow | LatentRows | HalvesPaired | None = None
     if shape.interleaved:
-        source = HalvesPaired(source, shape.head_dim, shape.rotary_dim)
-    ordered: GatesBelow | LatentRows | None = None
+        source = ordered = HalvesPaired(source, shape.head_dim, shape.rotary_dim)
     if shape.gated_attention:
         source = ordered = GatesBelow(source, shape.head_dim)
     if shape.latent is not None:
@@ -218,7 +229,7 @@ def build(
         if isinstance(plain, FewerLayers):
             pack_file = partial(_pack_original, plain, pack_file)
     if numbers is not None:
-        straight = not shape.interleaved and ordered is None  # blocks have their rows in the checkpoint's order
+        straight = straight and ordered is None  # blocks have their rows in the checkpoint's order
         pack_file = told = QuantisedPacker(numbers, dtype, pack_blocks if straight else None)
     with ExitStack() as undone:
         if kept is not None:
@@ -233,6 +244,17 @@ def build(
             undone.pop_all()
             kept.finish()
     return (NativeRunner if kernels else PackedRunner)(shape, weights, rotary, dtype, device)
+
+
+def _with_rows(text: Any, shape: Shape, source: Source) -> Source:
+    """A checkpoint whose matrices have rows for outputs, a fused one those of q, k and v one after the other."""
+    if text.model_type == "gpt2":
+        return ColumnsAsRows(source)
+    rows = rows_of(shape.qkv_order, shape.heads, shape.kv_heads, shape.head_dim)
+    if rows is not None and shape.interleaved:
+        turned = rows[: (shape.heads + shape.kv_heads) * shape.head_dim].view(-1, shape.head_dim)
+        turned.copy_(turned[:, halves_order(shape.head_dim, shape.rotary_dim)].clone())
+    return source if rows is None else RowsOfParts(source, shape.names.qkv, rows)
 
 
 def _pack_blocks(arena: native.Arena, blocks: Blocks, role: Role) -> Linear:
@@ -277,7 +299,7 @@ def check_quant(quant: str | None) -> None:
 def worth_packing(config: Any, dtype: torch.dtype, device: torch.device) -> None:
     """Refuse where the model's own modules are better: float64, float16 on a CPU, and layers without kernels."""
     kind = config.get_text_config().model_type
-    if kind in OWN_CONFIGS or kind == "recurrent_gemma":  # no modules, or such as keep states to themselves
+    if kind in (*OWN_CONFIGS, *_PACKED_ALONE):
         return
     special = kind in (*HYBRIDS, *MIXTURES)
     if special and not (fits_kernels(shape_of(config, dtype), dtype, device) and native.available()):

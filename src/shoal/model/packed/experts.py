@@ -15,6 +15,8 @@ from shoal.errors import Unsupported
 from shoal.model.layers.experts import ClampedUnit, Routing
 from shoal.model.packed.kinds import LayerKind
 
+_REMEDY = 'Use backend="hf", which runs the model\'s own modules'
+
 
 @dataclass(frozen=True)
 class ExpertNames:
@@ -124,6 +126,21 @@ def _softmax(text: Any) -> Routing:
     return Routing(count, text.num_experts_per_tok, normalised=bool(getattr(text, "norm_topk_prob", True)))
 
 
+def _phimoe(text: Any) -> Routing:
+    if text.num_experts_per_tok != 2:
+        raise ValueError(f"num_experts_per_tok is {text.num_experts_per_tok}; SparseMixer chooses 2")
+    return Routing(text.num_local_experts, 2, normalised=False, jitter=float(text.router_jitter_noise))
+
+
+def _hunyuan(text: Any) -> Routing:
+    counts = {text.num_experts} if isinstance(text.num_experts, int) else set(text.num_experts)
+    tops = {text.moe_topk} if isinstance(text.moe_topk, int) else set(text.moe_topk)
+    if len(counts) > 1 or len(tops) > 1:
+        raise Unsupported(f"the packed backend for layers of {sorted(counts)} experts, of which tokens run "
+                          f"{sorted(tops)}", "all layers must have the same number", _REMEDY)
+    return Routing(counts.pop(), tops.pop())
+
+
 def _lfm2(text: Any) -> Routing:
     return Routing(text.num_experts, text.num_experts_per_tok, sigmoid=True, normalised=bool(text.norm_topk_prob),
                    added=1e-6, scale=float(text.routed_scaling_factor))
@@ -172,7 +189,7 @@ def _jamba(text: Any) -> Routing:
 def _nemotron_latent(text: Any) -> int:
     if text.mlp_bias:
         raise Unsupported("the packed backend for model type 'nemotron_h' with experts", "its MLPs have biases "
-                          "(mlp_bias)", 'Use backend="hf", which runs the model\'s own modules')
+                          "(mlp_bias)", _REMEDY)
     return int(text.moe_latent_size or 0)
 
 
@@ -195,6 +212,8 @@ _MIXTRAL = ExpertNames(
     ("mlp.gate.weight", "block_sparse_moe.gate.weight"),
     apart=("block_sparse_moe.experts.{}.w1.weight", "block_sparse_moe.experts.{}.w3.weight",
            "block_sparse_moe.experts.{}.w2.weight"))
+_PHI = replace(_MIXTRAL, router=("mlp.router.weight", "block_sparse_moe.gate.weight"))
+_HUNYUAN = ExpertNames(("mlp.gate.wg.weight",), shared="mlp.shared_mlp.")
 _LFM2 = ExpertNames(
     ("feed_forward.gate.weight",), (("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"),),
     ("feed_forward.experts.{}.w1.weight", "feed_forward.experts.{}.w3.weight", "feed_forward.experts.{}.w2.weight"),
@@ -220,6 +239,9 @@ EXPERTS: Mapping[str, ExpertKind] = MappingProxyType({
     "qwen2_moe": ExpertKind(_GATED, _softmax, _sparse_steps, shared=_shared_width),
     "qwen3_moe": ExpertKind(ExpertNames(), _softmax, _sparse_steps),
     "mixtral": ExpertKind(_MIXTRAL, _softmax, width=lambda text: int(text.intermediate_size)),
+    "phimoe": ExpertKind(_PHI, _phimoe, width=lambda text: int(text.intermediate_size)),
+    "hunyuan_v1_moe": ExpertKind(_HUNYUAN, _hunyuan, width=lambda text: int(text.intermediate_size),
+                                 shared=lambda text: int(text.intermediate_size)),
     "minimax": ExpertKind(_MIXTRAL, _softmax, width=lambda text: int(text.intermediate_size)),
     "olmoe": ExpertKind(ExpertNames(), _softmax, width=lambda text: int(text.intermediate_size)),
     "granitemoe": ExpertKind(_GRANITE, _softmax, width=lambda text: int(text.intermediate_size)),

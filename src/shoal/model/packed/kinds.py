@@ -6,7 +6,7 @@ what its feed-forward gives. `shoal.model.packed.shape` has the sizes, `shoal.mo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
@@ -77,6 +77,8 @@ class Names:
 
     Attributes:
         embedding, final_norm: below the root.
+        layers: below the root, before a layer's number.
+        positions, embedding_norm: below the root: the table of learned positions, and the norm of embeddings, or None.
         attention, mlp, mixer: of the sublayers, with the dot; mixer is the recurrence.
         qkv, out, head_norms: below attention: the matrix that has q, k and v, its output projection, and the norms of
             q and k.
@@ -85,6 +87,9 @@ class Names:
 
     embedding: str = "embed_tokens"
     final_norm: str = "norm"
+    layers: str = "layers"
+    positions: str | None = None
+    embedding_norm: str | None = None
     attention: str = "self_attn."
     mlp: str = "mlp."
     mixer: str = ""
@@ -104,7 +109,10 @@ class ModelKind:
         layers: the kinds of its layers, by the types that transformers gives them; "" stands for all others.
         names: of its tensors.
         gated_attention: whether the rows of q in the checkpoint are, head by head, q and a gate of the outputs.
-        layer_norms: whether the norms are LayerNorms with biases (arXiv 1607.06450) instead of RMSNorms.
+        layer_norms: whether the norms are LayerNorms (arXiv 1607.06450) instead of RMSNorms.
+        norm_parts: what a checkpoint has of a norm, beside which weights are 1 and biases 0; None for a weight, and in
+            LayerNorms a bias.
+        norms_of: the norms of all layers by config, where they depend on it; or None.
         head_gates: whether attention's outputs are gated head by head, by a matrix of as many rows.
     """
 
@@ -113,12 +121,23 @@ class ModelKind:
     gated_attention: bool = False
     layer_norms: bool = False
     head_gates: bool = False
+    norm_parts: tuple[str, ...] | None = None
+    norms_of: Callable[[Any], Norms] | None = None
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """What a checkpoint has of a norm."""
+        return self.norm_parts if self.norm_parts is not None else ("weight", "bias")[: 1 + self.layer_norms]
 
     def of(self, text: Any) -> tuple[LayerKind, ...]:
         """The kind of each layer of a config."""
         count = int(text.num_hidden_layers)
         types = layer_types(text) or [""] * count
-        return tuple(self.layers.get(kind) or self.layers[""] for kind in types[:count])
+        found = tuple(self.layers.get(kind) or self.layers[""] for kind in types[:count])
+        if self.norms_of is None:
+            return found
+        norms = self.norms_of(text)
+        return tuple(replace(kind, norms=norms) for kind in found)
 
     def sources(self, text: Any) -> tuple[int | None, ...]:
         """For each layer the one that it reads, or None; empty if no layer reads another one."""
@@ -156,7 +175,8 @@ _SAMBAY = ModelKind(MappingProxyType({
 _LATENT = ModelKind(MappingProxyType({"": LayerKind(("latent_attention",))}))
 LLAMA: Mapping[str, ModelKind] = MappingProxyType({
     **dict.fromkeys(("llama", "mistral", "ministral", "qwen2", "qwen3", "smollm3", "phi3", "granite", "gemma",
-                     "seed_oss", "glm", "helium"), ModelKind()),
+                     "seed_oss", "glm", "helium", "ernie4_5"), ModelKind()),
+    "hunyuan_v1_dense": ModelKind(names=Names(head_norms=("query_layernorm", "key_layernorm"))),
     **dict.fromkeys(("gemma2", "gemma3_text"), _same(_SANDWICH)),
     **dict.fromkeys(("olmo2", "olmo3", "exaone4"), _same(_AFTER)),
     "glm4": _same(Norms(attention_out="post_self_attn_layernorm", mlp_out="post_mlp_layernorm")),
@@ -168,6 +188,8 @@ MIXTURES: Mapping[str, ModelKind] = MappingProxyType({
     **dict.fromkeys(("qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "granitemoe", "glm4_moe", "ernie4_5_moe", "gpt_oss"),
                     ModelKind()),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), _LATENT),
+    "hunyuan_v1_moe": ModelKind(names=Names(head_norms=("query_layernorm", "key_layernorm"))),
+    "phimoe": ModelKind(layer_norms=True),
 })
 """Model types whose layers are attention and experts, or in some layers a gated MLP."""
 
@@ -210,4 +232,57 @@ HYBRIDS: Mapping[str, ModelKind] = MappingProxyType({
 })
 """Model types with recurrent layers: the kernels run them all."""
 
-MODELS: Mapping[str, ModelKind] = MappingProxyType({**LLAMA, **MIXTURES, **HYBRIDS})
+_MLP, _ONE = ("", "fc1"), Norms(mlp="input_layernorm")
+
+
+def _classic(names: Names, *, gated: bool = False, **more: Any) -> ModelKind:
+    """Layers of attention and an MLP, by default without a gate, with LayerNorms."""
+    kind = LayerKind(gated_mlp=gated, plain_mlp=not gated)
+    return ModelKind(MappingProxyType({"": kind}), names, layer_norms=True, **more)
+
+
+def _falcon_norms(text: Any) -> Norms:
+    """Falcon-40B has two norms side by side, Falcon-7B one for both, Falcon-RW two after one another."""
+    if not text.parallel_attn:
+        return Norms()
+    two = 2 if text.num_ln_in_parallel_attn is None and text.new_decoder_architecture else text.num_ln_in_parallel_attn
+    return Norms("ln_attn", "ln_mlp") if two == 2 else _ONE
+
+
+_GPT2 = Names("wte", "ln_f", "h", "wpe", attention="attn.", qkv="c_attn", out="c_proj", gate_up=("", "c_fc"),
+              down="c_proj")
+_GPT2_NORMS = Norms("ln_1", "ln_2")
+_BLOCKS = Names("word_embeddings", "ln_f", "h", attention="self_attention.", qkv="query_key_value", out="dense",
+                gate_up=("", "dense_h_to_4h"), down="dense_4h_to_h")
+_NEOX = replace(_BLOCKS, embedding="embed_in", final_norm="final_layer_norm", layers="layers", attention="attention.")
+_COHERE = _classic(Names(), gated=True, norm_parts=("weight",), norms_of=lambda text: _ONE)
+CLASSICS: Mapping[str, ModelKind] = MappingProxyType({
+    "phi": _classic(Names(final_norm="final_layernorm", out="dense", head_norms=("q_layernorm", "k_layernorm"),
+                          gate_up=_MLP, down="fc2"), norms_of=lambda text: _ONE),
+    "starcoder2": _classic(Names(gate_up=("", "c_fc"), down="c_proj")),
+    "gpt2": _classic(_GPT2, norms_of=lambda text: _GPT2_NORMS),
+    "gpt_bigcode": _classic(_GPT2, norms_of=lambda text: _GPT2_NORMS),
+    "gpt_neox": _classic(_NEOX),
+    "falcon": _classic(_BLOCKS, norms_of=_falcon_norms),
+    **dict.fromkeys(("cohere", "cohere2"), _COHERE),
+    "stablelm": _classic(Names(head_norms=("q_layernorm", "k_layernorm")), gated=True,
+                         norms_of=lambda text: _ONE if text.use_parallel_residual else Norms()),
+    "opt": _classic(Names(final_norm="final_layer_norm", positions="embed_positions", out="out_proj", mlp="",
+                          gate_up=_MLP, down="fc2"),
+                    norms_of=lambda text: Norms("self_attn_layer_norm", "final_layer_norm")),
+    "persimmon": _classic(replace(_NEOX, embedding="embed_tokens", final_norm="final_layernorm",
+                                  attention="self_attn.", head_norms=("q_layernorm", "k_layernorm"))),
+    "nemotron": _classic(Names()),
+    "olmo": _classic(Names(), gated=True, norm_parts=()),
+    "bloom": _classic(replace(_BLOCKS, embedding_norm="word_embeddings_layernorm")),
+    "mpt": _classic(Names("wte", "norm_f", "blocks", attention="attn.", qkv="Wqkv", out="out_proj", mlp="ffn.",
+                          gate_up=("", "up_proj"), down="down_proj"), norm_parts=("weight",),
+                    norms_of=lambda text: Norms("norm_1", "norm_2")),
+    "gptj": _classic(Names("wte", "ln_f", "h", attention="attn.", out="out_proj", gate_up=("", "fc_in"),
+                           down="fc_out"), norms_of=lambda text: Norms("ln_1", "ln_1")),
+    "codegen": _classic(Names("wte", "ln_f", "h", attention="attn.", qkv="qkv_proj", out="out_proj",
+                              gate_up=("", "fc_in"), down="fc_out"), norms_of=lambda text: Norms("ln_1", "ln_1")),
+})
+"""Model types with LayerNorms, most of them with MLPs without a gate: the kernels run them."""
+
+MODELS: Mapping[str, ModelKind] = MappingProxyType({**LLAMA, **MIXTURES, **HYBRIDS, **CLASSICS})

@@ -39,7 +39,7 @@ _DEQUANTISED = 2**21
 """Values of a file's blocks that are dequantised at a time."""
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu, "gelu_tanh": lambda x: gelu(x, approximate="tanh"),
-                                                      "relu2": lambda x: relu(x).square()}
+                                                      "relu2": lambda x: relu(x).square(), "gelu": gelu, "relu": relu}
 Product = Callable[[Tensor], Tensor]
 log = logging.getLogger(__name__)
 

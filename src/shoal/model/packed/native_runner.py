@@ -240,7 +240,7 @@ class NativeRunner(PackedRunner):
 
     @override
     def exit_logits(self, hidden: Tensor) -> Tensor:
-        return self._through_head(hidden, native.as_packed(self.weights.head))
+        return self._through_head(hidden, native.as_packed(self.weights.head), self.weights.head_bias)
 
     @override
     def head_rows(self, ids: Sequence[int]) -> Tensor:
@@ -250,13 +250,13 @@ class NativeRunner(PackedRunner):
     def cut_head(self, ids: Sequence[int]) -> Callable[[Tensor], Tensor]:
         head = native.as_packed(self.weights.head)
         kind = head.kind if head.kind in native.OWN else "int8"  # as fine as any type of a file
-        part = native.pack(self.head_rows(ids), kind)
-        return lambda hidden: self._through_head(hidden, part)
+        part, bias = native.pack(self.head_rows(ids), kind), self.head_bias_of(ids)
+        return lambda hidden: self._through_head(hidden, part, bias)
 
-    def _through_head(self, hidden: Tensor, head: native.PackedWeight) -> Tensor:
+    def _through_head(self, hidden: Tensor, head: native.PackedWeight, bias: Tensor | None) -> Tensor:
         normed = self.unrounded(hidden.float())
         logits = torch.cat([native.matmul(part, head) for part in normed.split(LIMIT)])
-        return scaled_logits(logits, self.shape)
+        return scaled_logits(logits, self.shape, bias)
 
     def _work(self, chunks: Sequence[SequenceChunk], hooked: bool = False) -> _Work:
         layers = chunks[0].plan.layers(chunks[0].steps[0])
@@ -367,7 +367,8 @@ class NativeRunner(PackedRunner):
 
     def _native_model(self) -> native.NativeModel:
         tables = self.rotary.cos, self.rotary.sin
-        return native.NativeModel(self.shape, self.weights, tables, self.dtype, self._embedding)
+        head_bias = self.weights.head_bias
+        return native.NativeModel(self.shape, self.weights, tables, self.dtype, self._embedding, head_bias)
 
     @cached_property
     def _embedding(self) -> Tensor | native.PackedWeight | None:

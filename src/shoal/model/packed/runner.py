@@ -16,7 +16,7 @@ from typing_extensions import override
 from shoal.errors import Unsupported, stays_here
 from shoal.model.kv.cache import KVCache
 from shoal.model.layers.mixer import Mixer
-from shoal.model.masks import Asker, mask, seq_mask
+from shoal.model.masks import Asker, distances, mask, seq_mask, visible
 from shoal.model.packed import block, cuda
 from shoal.model.packed.cuda.form import MOST_TOKENS
 from shoal.model.packed.linear import Dense
@@ -28,6 +28,7 @@ from shoal.model.runner import (
     LayerWork,
     ModelRunner,
     SequenceChunk,
+    SequenceView,
     Start,
     lay_vectors,
     mark_shallow,
@@ -73,7 +74,8 @@ class PackedRunner(ModelRunner):
         size = weights.final_norm.itemsize
         self.state_bytes = {number: size * sum(map(math.prod, mixer.state_sizes)) for number, mixer in mixers.items()}
         self.input_bytes = 4 * sum(layer.of_mixer[0].rows for layer in weights.layers if layer.mixer is not None)
-        self.shows_queries = any(heads for heads, *_ in self.kv_sizes) and not shape.sources
+        self.shows_queries = any(heads for heads, *_ in self.kv_sizes) and not shape.sources and not shape.slopes
+        self.by_distance = bool(shape.slopes)
         self.routes = shape.experts is not None
         layer_bytes = sum(layer.nbytes for layer in weights.layers) / len(weights.layers)
         self.head_layers = weights.head.nbytes / layer_bytes
@@ -126,8 +128,13 @@ class PackedRunner(ModelRunner):
     @override
     @torch.no_grad()
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
-        stream = self.weights.final_norm.dtype
-        return self.weights.embedding.lookup(ids).to(stream) * self.shape.embedding_scale
+        weights = self.weights
+        x = weights.embedding.lookup(ids).to(weights.final_norm.dtype) * self.shape.embedding_scale
+        if weights.positions is not None:
+            x = x + weights.positions[positions]
+        if weights.embedding_norm is not None:
+            x = layer_norm(x, x.shape[-1:], weights.embedding_norm, weights.embedding_norm_bias, self.shape.eps)
+        return x
 
     @override
     @torch.no_grad()
@@ -155,11 +162,16 @@ class PackedRunner(ModelRunner):
 
     @override
     def cut_head(self, ids: Sequence[int]) -> Callable[[Tensor], Tensor]:
-        part = Dense(self.head_rows(ids))
-        return torch.no_grad()(lambda hidden: block.scaled_logits(part(self.normed(hidden)), self.shape))
+        part, bias = Dense(self.head_rows(ids)), self.head_bias_of(ids)
+        return torch.no_grad()(lambda hidden: block.scaled_logits(part(self.normed(hidden)), self.shape, bias))
+
+    def head_bias_of(self, ids: Sequence[int]) -> Tensor | None:
+        """The head's bias of these tokens, or None."""
+        bias = self.weights.head_bias
+        return None if bias is None else bias[torch.tensor(ids, device=self.device)]
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        return block.scaled_logits(self.weights.head(self.normed(hidden)), self.shape)
+        return block.scaled_logits(self.weights.head(self.normed(hidden)), self.shape, self.weights.head_bias)
 
 
 class _Pass:
@@ -182,6 +194,8 @@ class _Pass:
         else:
             self.x = torch.cat([states[:size] for states, size in zip(start.hidden, self.sizes, strict=True)])
         self._asker = Asker(cache, runner.device)
+        slopes = runner.shape.slopes
+        self._slopes = torch.tensor(slopes, dtype=torch.float64, device=runner.device) if slopes else None
 
     def run(self, layer: int, piece: LayerWork) -> None:
         """Run a piece of work and add its output to the stream."""
@@ -194,7 +208,7 @@ class _Pass:
         piece, chosen = asked, self._chosen(asked)
         if not piece.chunks:
             return
-        x = self.x if chosen is None else self.x[chosen]
+        x = entered = self.x if chosen is None else self.x[chosen]
         if piece.part != "mlp":
             parts = []
             if kind.attends:  # first of all, since it counts the scratch entries before these tokens
@@ -219,7 +233,8 @@ class _Pass:
             if not kind.mixers:
                 self.cache.layers[layer].count([chunk.seq for chunk in self.chunks], piece.counts)
         if piece.part != "attention" and kind.feeds:
-            x = block.kept(x, weights.mlp_norm, runner.shape, 2) + self._mlp(layer, piece, x)
+            read = entered if runner.shape.parallel else x
+            x = block.kept(x, weights.mlp_norm, runner.shape, 2) + self._mlp(layer, piece, read)
         self.x = x if chosen is None else self.x.index_copy(0, chosen, x)
 
     def _mlp(self, layer: int, piece: LayerWork, x: Tensor) -> Tensor:
@@ -303,7 +318,10 @@ class _Pass:
         if chosen is not None:
             out = block.gathered_attention(queries, keys[0], values[0], self.runner.shape, chosen, bias, sinks)
             return out.transpose(0, 1)
-        if bias is None:
+        seen: Tensor | None
+        if self._slopes is not None:
+            seen = self._sloped(view, store.window, torch.promote_types(q.dtype, torch.float32))
+        elif bias is None:
             seen = mask([view], store.window, q.device)
         else:
             every, dtype = self._asker.seen(chunk, held, first, last), torch.promote_types(q.dtype, torch.float32)
@@ -313,6 +331,13 @@ class _Pass:
         attend = partial(block.scaled_attention, sinks=sinks) if own is None else partial(
             block.differential_attention, own=own)
         return attend(queries[None], keys, values, self.runner.shape, seen, causal)[0].transpose(0, 1)
+
+    def _sloped(self, view: SequenceView, window: int | None, dtype: torch.dtype) -> Tensor:
+        """What distances add to scores, -inf for what is hidden: [1, heads, nodes, slots]."""
+        assert self._slopes is not None
+        device = self.runner.device
+        added = self._slopes.to(dtype)[:, None, None] * distances(view, device)
+        return added.masked_fill(~visible(view, window, device), -torch.inf)[None]
 
     def padded(self) -> Tensor:
         """The stream as [chunks, widest, hidden]."""

@@ -3,6 +3,8 @@
 The block is: RMSNorm, attention (fused q/k/v with optional bias, optional RMSNorm of q and k, rotary or none),
 residual; RMSNorm, gated MLP, residual. Residuals, embeddings and logits may be scaled (Granite). Norms may precede a
 sublayer, follow it before the residual (OLMo 2), or do both (Gemma 2, which also caps attention scores and logits).
+Older blocks have LayerNorms, MLPs without a gate, and attention and MLP side by side, see
+`shoal.model.packed.classics`.
 Beside attention, or instead of it, a layer may have a recurrence, see `shoal.model.packed.kinds`.
 
 Rotary tables hold the numbers of the model family's own rotary module. If the usual formula or one of transformers'
@@ -22,27 +24,32 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING a
 from shoal.errors import Unsupported
 from shoal.model.config import widths_of, windows_of
 from shoal.model.layers.latent import LatentSizes
+from shoal.model.packed.classics import Order, viewed
 from shoal.model.packed.experts import ExpertShape, expert_shape, with_experts
-from shoal.model.packed.kinds import HYBRIDS, MIXTURES, MODELS, LayerKind, Names
+from shoal.model.packed.kinds import CLASSICS, HYBRIDS, MIXTURES, MODELS, LayerKind, Names
 from shoal.model.packed.latent import latent_scale, latent_sizes
 from shoal.model.sambay import OWN_CONFIGS
 
 FAMILIES = (
     "llama", "mistral", "ministral", "qwen2", "qwen3", "smollm3", "phi3", "granite", "gemma", "gemma2", "gemma3_text",
-    "olmo2", "olmo3", "exaone4", "seed_oss", "glm", "glm4", "helium", "minicpm3",
+    "olmo2", "olmo3", "exaone4", "seed_oss", "glm", "glm4", "helium", "minicpm3", "hunyuan_v1_dense",
+    "ernie4_5",
 )  # fmt: skip
-"""Values of `model_type` whose block is the packed one, besides `MIXTURES` and `HYBRIDS`."""
+"""Values of `model_type` whose block is the packed one, besides `MIXTURES`, `HYBRIDS` and `CLASSICS`."""
 
 _MOVING_ROPE = ("dynamic", "longrope")
+_HUNYUAN = ("hunyuan_v1_dense", "hunyuan_v1_moe")
 _GEMMA = ("gemma", "gemma2", "gemma3_text")
-_INTERLEAVED = ("glm", "glm4", "helium", "ernie4_5_moe")
-_CENTRED = (*_GEMMA, "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "recurrent_gemma")
+_INTERLEAVED = ("glm", "glm4", "helium", "ernie4_5", "ernie4_5_moe", "cohere", "cohere2", "gptj", "codegen")
+_CENTRED = (*_GEMMA, "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "recurrent_gemma", "nemotron")
 """Model types whose norm weights are stored minus 1."""
 REMEDY = 'Use backend="hf", which runs the model\'s own modules'
 _BY_FUNCTION = ("linear", "llama3", "yarn")
 """Rope types whose frequencies transformers computes without the model's code."""
 _PLAIN = LayerKind()
-_EPS = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon", "layer_norm_eps")
+_EPS = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon")
+_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
+                "gelu_fast": "gelu_tanh", "gelu": "gelu", "relu": "relu", "relu2": "relu2"}
 
 
 @dataclass(frozen=True)
@@ -56,7 +63,7 @@ class Shape:
         eps: epsilon of the norms.
         attention_scale: factor of q·k.
         residual_scale, embedding_scale, logit_scale: factors of sublayer outputs, embeddings and logits.
-        activation: activation of the gate, or of an MLP without one: "silu", "gelu_tanh" or "relu2".
+        activation: activation of the gate, or of an MLP without one, a key of `ACTIVATIONS`.
         windows: sliding window per layer in positions, or None.
         rotary: per layer, the number of the table in `RotaryTable` that rotates q and k, or None.
         tied: whether the LM head is the embedding.
@@ -77,7 +84,17 @@ class Shape:
             states themselves (MiniMax-01, arXiv 2501.08313, section 2.2); None for the states.
         experts: those of the layers whose kinds say that they have any; None if no layer has.
         latent: sizes of latent attention, whose `head_dim` is of what it stores of a token, with one key-value head.
-        layer_norms: whether the norms are LayerNorms with biases.
+        layer_norms: whether the norms are LayerNorms.
+        norm_parts: what a checkpoint has of each norm; weights that it lacks are 1, biases 0.
+        parallel: whether attention and MLP read the same states, those that enter the layer.
+        head_biased: whether the head has a bias.
+        positions: the first row of the table of learned positions that stands for a position, and their number; or
+            None.
+        qkv_limit: the largest size of a number of q, k and v, or None.
+        qkv_order: how the checkpoint orders the rows of a fused matrix of q, k and v.
+        slopes: per head, the factor of the distance to a key in its score (ALiBi); empty for none.
+        rotates_first: whether q and k are rotated before they are normalised.
+        head_norm_parts: what a checkpoint has of the LayerNorms of each head of q and k; empty if there are none.
         sinks: whether a further score, which belongs to no token, enters each head's softmax (gpt-oss).
         sources: per layer, the one whose keys and values, or whose memory, it reads, or None; empty if no layer does.
     """
@@ -117,6 +134,15 @@ class Shape:
     layer_norms: bool = False
     sources: tuple[int | None, ...] = ()
     sinks: bool = False
+    norm_parts: tuple[str, ...] = ("weight",)
+    parallel: bool = False
+    head_biased: bool = False
+    positions: tuple[int, int] | None = None
+    qkv_limit: float | None = None
+    qkv_order: Order = "parts"
+    slopes: tuple[float, ...] = ()
+    rotates_first: bool = False
+    head_norm_parts: tuple[str, ...] = ()
 
     def source(self, layer: int) -> int | None:
         """The layer that a layer reads instead of keeping something itself; None for one that keeps its own."""
@@ -170,6 +196,7 @@ class Shape:
         """Whether every layer is attention and a gated MLP as Llama has them, as the kernels for GPUs need it."""
         whole = all(kind.mixers == _PLAIN.mixers and kind.gated_mlp and not kind.experts for kind in self.kinds)
         whole = whole and not self.layer_norms and not self.sources and self.kept is None and self.latent is None
+        whole = whole and not self.rotates_first and self.activation in ("silu", "gelu_tanh")
         return whole and not self.gate_rows and self.gate_scale == 1.0 and self.out_scales == (1.0, 1.0, 1.0)
 
     @property
@@ -192,22 +219,23 @@ def shape_of(config: Any, dtype: torch.dtype = torch.float64) -> Shape:
     """
     text = config.get_text_config()
     if text.model_type not in MODELS:
-        raise _misfit(text, f"the packed block fits {', '.join((*FAMILIES, *MIXTURES, *HYBRIDS))}")
-    activations = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+        raise _misfit(text, f"the packed block fits {', '.join((*FAMILIES, *MIXTURES, *HYBRIDS, *CLASSICS))}")
     if type(text) not in CAUSAL and type(text) not in OWN_CONFIGS.values():
         raise _misfit(text, "its code comes with the checkpoint, not with transformers")
+    text = viewed(text)
     activation = getattr(text, "hidden_activation", None) or getattr(text, "hidden_act", "silu")
-    if activation not in activations:
-        raise _misfit(text, f"its activation {activation!r} is not among {', '.join(activations)}")
+    if activation not in _ACTIVATIONS:
+        raise _misfit(text, f"its activation {activation!r} is not among {', '.join(_ACTIVATIONS)}")
     if getattr(text, "use_bidirectional_attention", False):
         raise _misfit(text, "its tokens see later ones")
     ropes = ropes_of(text)
     for rope in ropes.values():
-        if rope.get("rope_type", "default") in _MOVING_ROPE:
+        still = text.model_type in _HUNYUAN and rope.get("alpha")  # which stretches the base once and for all
+        if rope.get("rope_type", "default") in _MOVING_ROPE and not still:
             raise _misfit(text, f"its rotary table ({rope['rope_type']}) changes with the length of the sequence")
-    if getattr(text, "clip_qkv", None) is not None:
+    if getattr(text, "clip_qkv", None) is not None and text.model_type != "olmo":
         raise _misfit(text, "it limits queries, keys and values (clip_qkv)")
-    if text.model_type == "ernie4_5_moe" and text.use_bias:
+    if text.model_type in ("ernie4_5", "ernie4_5_moe") and text.use_bias:
         raise _misfit(text, "its matrices have biases (use_bias)")
     kinds, ffns = with_experts(text, *_dense(text, MODELS[text.model_type].of(text)))
     attends = any(kind.attends for kind in kinds)
@@ -227,8 +255,8 @@ def shape_of(config: Any, dtype: torch.dtype = torch.float64) -> Shape:
         attention_scale=_attention_scale(text, head_dim) if latent is None else latent_scale(text),
         residual_scale=_residual_scale(text),
         embedding_scale=_embedding_scale(text, dtype),
-        logit_scale=1 / getattr(text, "logits_scaling", 1.0),
-        activation=activations[activation],
+        logit_scale=getattr(text, "logit_factor", 1 / getattr(text, "logits_scaling", 1.0)),
+        activation=_ACTIVATIONS[activation],
         windows=windows_of(text),
         rotary=_rotary(text, list(ropes)),
         tied=bool(text.tie_word_embeddings),
@@ -247,6 +275,15 @@ def shape_of(config: Any, dtype: torch.dtype = torch.float64) -> Shape:
         layer_norms=MODELS[text.model_type].layer_norms,
         sources=MODELS[text.model_type].sources(text),
         sinks=text.model_type == "gpt_oss",
+        norm_parts=MODELS[text.model_type].parts,
+        parallel=bool(getattr(text, "parallel", False)),
+        head_biased=bool(getattr(text, "head_biased", False)),
+        positions=getattr(text, "learned_positions", None),
+        qkv_limit=getattr(text, "qkv_limit", None),
+        qkv_order=getattr(text, "qkv_order", "parts"),
+        slopes=tuple(() if (slopes := getattr(text, "slopes", None)) is None else slopes.tolist()),
+        rotates_first=text.model_type in _HUNYUAN,
+        head_norm_parts=getattr(text, "head_norm_parts", ()),
     )
     return replace(shape, **_special(text, shape)) if text.model_type in HYBRIDS else shape
 
@@ -364,7 +401,8 @@ def ropes_of(text: Any) -> dict[str | None, dict[str, Any]]:
     kinds = [kind for kind in sorted(set(getattr(text, "layer_types", None) or ())) if kind in rope]
     if kinds:
         return {kind: rope[kind] for kind in kinds}
-    return {} if text.model_type in HYBRIDS and rope.get("rope_theta") is None else {None: rope}
+    special = text.model_type in HYBRIDS or text.model_type in CLASSICS
+    return {} if special and rope.get("rope_theta") is None else {None: rope}
 
 
 class RotaryTable:
@@ -374,7 +412,7 @@ class RotaryTable:
     """
 
     def __init__(self, config: Any, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
-        text = config.get_text_config()
+        text = viewed(config.get_text_config())
         self._device, self._dtype = device, dtype
         ropes = ropes_of(text)
         self._frequencies = [_frequencies(text, kind, rope, device) for kind, rope in ropes.items()]
@@ -430,6 +468,7 @@ def _frequencies(
 
 def _module(text: Any) -> Any:
     """The rotary module of the model's family."""
+    text = getattr(text, "_text", text)
     home = sys.modules[CAUSAL[type(text)].__module__]
     return next(value for name, value in vars(home).items() if name.endswith("RotaryEmbedding"))(text)
 

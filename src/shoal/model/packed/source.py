@@ -151,6 +151,39 @@ class ChangedSource(Source, ABC):
         return self._source.has(name)
 
 
+class ColumnsAsRows(ChangedSource):
+    """GPT-2's matrices, whose rows are inputs in checkpoints and modules, with rows for outputs."""
+
+    _TURNED = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._source[name].mT if name.endswith(self._TURNED) else self._source[name]
+
+
+class RowsOfParts(ChangedSource):
+    """Reorders the rows of a checkpoint's fused matrix and bias: first all of q, then k, then v.
+
+    Args:
+        part: the fused matrix's own name.
+        rows: where they are.
+    """
+
+    def __init__(self, source: Source, part: str, rows: Tensor) -> None:
+        super().__init__(source)
+        self._part, self._rows = part, rows
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self._source[name]
+        fused = name.split(".")[-2] == self._part and len(tensor) == len(self._rows)
+        return tensor[self._rows] if fused else tensor
+
+
+def halves_order(head_dim: int, rotary_dim: int) -> list[int]:
+    """The dimensions of a head that rotates neighbours together, first those of all pairs' first halves."""
+    turned, rest = range(rotary_dim), range(rotary_dim, head_dim)
+    return [*turned[::2], *turned[1::2], *rest]
+
+
 class HalvesPaired(ChangedSource):
     """Reorders q and k of a checkpoint that rotates dimensions 2j and 2j + 1 together; the packed block pairs halves.
 
@@ -159,16 +192,23 @@ class HalvesPaired(ChangedSource):
 
     def __init__(self, source: Source, head_dim: int, rotary_dim: int) -> None:
         super().__init__(source)
-        self._head_dim = head_dim
-        turned, rest = range(rotary_dim), range(rotary_dim, head_dim)
-        self._order = [*turned[::2], *turned[1::2], *rest]
+        self._head_dim, self._order = head_dim, halves_order(head_dim, rotary_dim)
 
     def __getitem__(self, name: str) -> Tensor:
         tensor = self._source[name]
-        if name.split(".")[-2] not in ("q_proj", "k_proj") or len(tensor) % self._head_dim:
-            return tensor
-        heads = tensor.view(-1, self._head_dim, *tensor.shape[1:])
-        return heads[:, self._order].flatten(0, 1)
+        if name.split(".")[-2] in ("q_norm", "k_norm") and tensor.dim() == 2:
+            return tensor[:, self._order]
+        order = self.order(name, len(tensor) if tensor.dim() else 0)
+        return tensor if order is None else tensor[order]
+
+    def order(self, name: str, rows: int) -> Tensor | None:
+        """The rows of a matrix, or a bias, in the packed block's order; None if it is not of q or k."""
+        if rows % self._head_dim or not self._parts(name):
+            return None
+        return torch.arange(rows).view(-1, self._head_dim)[:, self._order].flatten()
+
+    def _parts(self, name: str) -> bool:
+        return name.split(".")[-2] in ("q_proj", "k_proj")
 
 
 class GatesBelow(ChangedSource):

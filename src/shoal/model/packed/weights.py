@@ -25,8 +25,9 @@ from shoal.model.layers.latent import LatentAttention, LatentSizes
 from shoal.model.layers.mamba import SelectiveScan
 from shoal.model.layers.mixer import Mixer
 from shoal.model.modules import leftovers, refuse
+from shoal.model.packed.classics import viewed
 from shoal.model.packed.experts import ExpertShape
-from shoal.model.packed.kinds import Names
+from shoal.model.packed.kinds import CLASSICS, Names
 from shoal.model.packed.latent import BY_HEADS, EXPAND, NORM, QUERY_NORM, WIDEN, latent_names, reading
 from shoal.model.packed.linear import ACTIVATIONS, Dense, Linear, parts_of
 from shoal.model.packed.mixers import FORMS, Projection, memory_sizes, memory_unit
@@ -37,8 +38,10 @@ _NO_BIAS = ("mistral", "ministral", "phi3", "exaone4", "lfm2", "nemotron_h")
 _NO_OUT_BIAS = ("qwen2", "glm", "glm4", "helium", "qwen2_moe", "glm4_moe")
 _MLP_BIAS = ("llama", "granite", "smollm3", "seed_oss", "helium", "bamba", "falcon_h1", "nemotron_h")
 _HEAD_NORMS = ("qwen3", "gemma3_text", "olmo2", "olmo3", "exaone4", "qwen3_5_text", "lfm2", "olmo_hybrid", "qwen3_moe",
-               "olmoe", "qwen3_next", "qwen3_5_moe_text", "lfm2_moe", "lfm3")
+               "olmoe", "qwen3_next", "qwen3_5_moe_text", "lfm2_moe", "lfm3", "hunyuan_v1_dense", "hunyuan_v1_moe")
 _FUSED = ("phi3", "glm", "glm4", "granitemoehybrid", "phi4flash")
+_FUSED_QKV = ("phi3", "gpt2", "gpt_bigcode", "gpt_neox", "falcon", "persimmon", "bloom", "mpt", "codegen")
+"""Model types whose modules have q, k and v as one matrix."""
 _QKV, _SINKS = ("q_proj", "k_proj", "v_proj"), "sinks"
 _INNER = "inner_cross_attn."
 _SUB_NORM = f"{_INNER}subln.weight"
@@ -49,10 +52,11 @@ Forms = tuple[tuple[str, ...], ...]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Dtypes that weights may have, and that are computed with."""
 
-_ROOTS = ("model.", "model.language_model.", "language_model.model.", "backbone.")
+_ROOTS = ("model.", "model.language_model.", "language_model.model.", "backbone.", "transformer.", "gpt_neox.",
+          "model.decoder.", "decoder.", "")
 """Prefixes of the decoder's names: alone, or as the text part of a larger model, in memory and in older checkpoints."""
 
-HEADS = ("lm_head.", "language_model.lm_head.")
+HEADS = ("lm_head.", "language_model.lm_head.", "embed_out.")
 """Prefixes of the names of an untied head."""
 
 Role = Literal["matrix", "table", "pair", "head", "router"]
@@ -73,7 +77,7 @@ def check_names(config: Any, shape: Shape, source: Source) -> None:
     """
     text, root = config.get_text_config(), root_of(source, shape.names)
     tied = shape.tied or bool(text is not config and getattr(config, "tie_word_embeddings", False))
-    whole = list(tensors(text, shape, root, tied))
+    whole = list(tensors(viewed(text), shape, root, tied))
     if isinstance(source.source if isinstance(source, FewerLayers) else source, GgufSource):
         whole = [forms for forms in whole if not _never(forms, shape, source)]
     known = {f"{head}weight" for head in HEADS} | {name for forms in whole for form in forms for name in form}
@@ -83,8 +87,8 @@ def check_names(config: Any, shape: Shape, source: Source) -> None:
         held = set(source.names())
         ours = held if text is config else {name for name in held if name.startswith((root, *HEADS))}
         left = leftovers(sorted(ours), known, source.__getitem__)
-    missing = [name for forms in whole if not any(held.issuperset(form) for form in forms)
-               for name in _nearest(forms, held) if name not in held]
+    missing = {name for forms in whole if not any(held.issuperset(form) for form in forms)
+               for name in _nearest(forms, held) if name not in held}
     refuse(missing, left, "a GGUF file" if isinstance(source, GgufSource) else "a checkpoint")
 
 
@@ -92,11 +96,17 @@ def tensors(text: Any, shape: Shape, root: str, tied: bool) -> Iterator[Forms]:
     """All tensors of a model below `root`, each with its alternative names; none for the head if it may be tied."""
     yield _one(f"{root}{shape.names.embedding}.weight")
     yield from _norm_tensors(f"{root}{shape.names.final_norm}", shape)
+    if shape.names.embedding_norm is not None:
+        yield from _norm_tensors(f"{root}{shape.names.embedding_norm}", shape)
+    if shape.positions is not None:
+        yield _one(f"{root}{shape.names.positions}.weight")
     if not tied:
         yield tuple((f"{head}weight",) for head in HEADS)
+    if shape.head_biased:
+        yield tuple((f"{head}bias",) for head in HEADS)
     for layer in range(shape.num_layers):
         for forms in _block(text, shape, layer):
-            yield tuple(tuple(f"{root}layers.{layer}.{name}" for name in form) for form in forms)
+            yield tuple(tuple(f"{root}{shape.names.layers}.{layer}.{name}" for name in form) for form in forms)
 
 
 def _block(text: Any, shape: Shape, layer: int) -> Iterator[Forms]:
@@ -110,7 +120,7 @@ def _block(text: Any, shape: Shape, layer: int) -> Iterator[Forms]:
         for forms in latent_names(shape.latent, bool(text.attention_bias)):
             yield tuple(tuple(attention + name for name in form) for form in forms)
     elif kind.attends:
-        yield _joining([attention + part for part in _projections(shape)], attention + names.qkv, model == "phi3")
+        yield _joining([attention + part for part in _projections(shape)], attention + names.qkv, model in _FUSED_QKV)
     if kind.gated_mlp:
         yield _joining([mlp + part for part in names.gate_up], mlp + names.joined, model in _FUSED)
     if kind.plain_mlp:
@@ -127,10 +137,13 @@ def _block(text: Any, shape: Shape, layer: int) -> Iterator[Forms]:
     if kind.attends and (model in _HEAD_NORMS or (model == "glm4_moe" and text.use_qk_norm)):
         yield from (_one(f"{attention}{norm}.weight") for norm in names.head_norms)
     if kind.attends:
+        yield from _head_layer_norms(shape, attention)
         yield from (_one(f"{attention}{part}.bias") for part in _biased(text, names.out)
-                    if shape.latent is None or part not in _QKV)
+                    if (shape.latent is None or part not in _QKV) and not (model in CLASSICS and part in _QKV))
+        if model in CLASSICS and text.attention_bias:
+            yield _joining([attention + part for part in _QKV], attention + names.qkv, model in _FUSED_QKV, "bias")
         yield from (_one(attention + _SINKS) for _ in range(shape.sinks))
-    if kind.has_mlp and (model == "recurrent_gemma" or (model in _MLP_BIAS and text.mlp_bias)):
+    if kind.has_mlp and (model == "recurrent_gemma" or ((model in _MLP_BIAS or model in CLASSICS) and text.mlp_bias)):
         yield from (_one(f"{mlp}{part}.bias") for part in (*names.gate_up[kind.plain_mlp :], names.down))
 
 
@@ -163,7 +176,14 @@ def _experts(experts: ExpertShape, beside: bool) -> Iterator[Forms]:
 
 
 def _norm_tensors(name: str, shape: Shape) -> Iterator[Forms]:
-    yield from (_one(f"{name}.{part}") for part in (("weight", "bias") if shape.layer_norms else ("weight",)))
+    yield from (_one(f"{name}.{part}") for part in shape.norm_parts)
+
+
+def _head_layer_norms(shape: Shape, attention: str) -> Iterator[Forms]:
+    """Of LayerNorms of heads: one for all, one tensor with a row for each, or a tensor for each."""
+    for norm, count in zip(shape.names.head_norms, (shape.heads, shape.kv_heads), strict=True):
+        for part in shape.head_norm_parts:
+            yield ((f"{attention}{norm}.{part}",), tuple(f"{attention}{norm}.norms.{n}.{part}" for n in range(count)))
 
 
 def _differential_names(names: Names) -> Iterator[str]:
@@ -172,9 +192,9 @@ def _differential_names(names: Names) -> Iterator[str]:
     yield from (f"{_INNER}{name}" for name in LAMBDAS)
 
 
-def _joining(parts: Sequence[str], joined: str, first: bool) -> Forms:
-    """Matrices in parts, or as one; `first` says whether transformers has them as one."""
-    forms = (tuple(f"{part}.weight" for part in parts), (f"{joined}.weight",))
+def _joining(parts: Sequence[str], joined: str, first: bool, kind: str = "weight") -> Forms:
+    """Matrices, or their biases, in parts, or as one; `first` says whether transformers has them as one."""
+    forms = (tuple(f"{part}.{kind}" for part in parts), (f"{joined}.{kind}",))
     return forms[::-1] if first else forms
 
 
@@ -184,7 +204,8 @@ def _biased(text: Any, out: str) -> Iterator[str]:
     attention = kind not in _NO_BIAS and bool(getattr(text, "attention_bias", False))
     if attention or kind == "qwen2" or (kind == "qwen2_moe" and text.qkv_bias):
         yield from _QKV
-    out_biased = text.attention_out_bias if kind == "seed_oss" else attention and kind not in _NO_OUT_BIAS
+    apart = kind == "seed_oss" or kind in CLASSICS
+    out_biased = text.attention_out_bias if apart else attention and kind not in _NO_OUT_BIAS
     if out_biased or kind == "recurrent_gemma":
         yield out
 
@@ -226,6 +247,8 @@ class Layer:
         attention_norm_bias, mlp_norm_bias: [hidden], biases of these norms, which then are LayerNorms, or None.
         differential: what differential attention has beside its matrices, or None.
         memory_unit: a gated memory unit instead of a recurrence, or None.
+        q_norm_bias, k_norm_bias: [heads * head_dim] and [kv_heads * head_dim], biases of these norms, which then are
+            LayerNorms of each head, with weights of its own, or None.
         latent: latent attention's own parts, or None. Then the rows of `qkv` are those that its `split` takes.
         sinks: [heads], scores that belong to no token, or None.
     """
@@ -253,6 +276,8 @@ class Layer:
     memory_unit: GatedMemory | None = None
     latent: LatentAttention[Linear] | None = None
     sinks: Tensor | None = None
+    q_norm_bias: Tensor | None = None
+    k_norm_bias: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -276,13 +301,23 @@ class Layer:
 
 @dataclass
 class Weights:
-    """The weights of a decoder; if head and embedding are tied, they are the same object."""
+    """The weights of a decoder; if head and embedding are tied, they are the same object.
+
+    Attributes:
+        head_bias: [vocab], or None.
+        positions: [most, hidden], added to the embeddings at each position, or None.
+        embedding_norm, embedding_norm_bias: [hidden], of the LayerNorm of embeddings, or None.
+    """
 
     layers: list[Layer]
     embedding: Linear
     head: Linear
     final_norm: Tensor
     final_norm_bias: Tensor | None = None
+    head_bias: Tensor | None = None
+    positions: Tensor | None = None
+    embedding_norm: Tensor | None = None
+    embedding_norm_bias: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -326,12 +361,27 @@ class Packer:
         if not shape.tied and own is not None:
             head = self.pack({f"{own}weight": shape.vocab}, shape.hidden, "head")
         layers = [self.layer(index) for index in range(shape.num_layers)]
-        final_norm = self.vector(f"{self._root}{names.final_norm}.weight", shape.hidden) + shape.norm_offset
-        return Weights(layers, embedding, head, final_norm, self._norm_bias(self._root, names.final_norm))
+        final_norm = self._norm(self._root, names.final_norm)
+        assert final_norm is not None
+        weights = Weights(layers, embedding, head, final_norm, self._norm_bias(self._root, names.final_norm))
+        if shape.head_biased:
+            weights.head_bias = self.vector(f"{_first(self._source, HEADS, 'bias') or HEADS[0]}bias", shape.vocab)
+        weights.positions = self._positions()
+        weights.embedding_norm = self._norm(self._root, names.embedding_norm)
+        weights.embedding_norm_bias = self._norm_bias(self._root, names.embedding_norm)
+        return weights
+
+    def _positions(self) -> Tensor | None:
+        """The table of learned positions, position 0 first."""
+        if self._shape.positions is None:
+            return None
+        first, count = self._shape.positions
+        name = f"{self._root}{self._shape.names.positions}.weight"
+        return self.vector(name, first + count, self._shape.hidden)[first:].contiguous()
 
     def layer(self, index: int) -> Layer:
         """Pack layer `index`."""
-        kind, name = self._shape.kind(index), f"{self._root}layers.{index}."
+        kind, name = self._shape.kind(index), f"{self._root}{self._shape.names.layers}.{index}."
         layer = Layer()
         if "differential_attention" in kind.mixers:
             self._differential(layer, index, name + self._shape.names.attention)
@@ -367,9 +417,14 @@ class Packer:
         qkv = {name + part: count for part, count in rows.items()}
         layer.qkv = self._joined(name + shape.names.qkv, qkv, "matrix")
         layer.out = self.pack({f"{name}{shape.names.out}.weight": shape.hidden}, query, "matrix")
-        layer.q_norm, layer.k_norm = (self._head_norm(f"{name}{norm}.weight", width)
-                                      for norm, width in zip(shape.names.head_norms, (query, key), strict=True))
-        layer.qkv_bias = self._joined_bias(qkv)
+        norms = [(f"{name}{norm}", width) for norm, width in zip(shape.names.head_norms, (query, key), strict=True)]
+        if shape.head_norm_parts:
+            layer.q_norm, layer.k_norm = (self._each_head(*norm, "weight") for norm in norms)
+            layer.q_norm_bias, layer.k_norm_bias = (self._each_head(*norm, "bias") for norm in norms)
+        else:
+            layer.q_norm, layer.k_norm = (self._head_norm(f"{norm}.weight", width) for norm, width in norms)
+        whole = self._optional(f"{name}{shape.names.qkv}.bias", sum(qkv.values()))
+        layer.qkv_bias = self._joined_bias(qkv) if whole is None else whole
         layer.out_bias = self._optional(f"{name}{shape.names.out}.bias", shape.hidden)
         if shape.sinks:
             layer.sinks = self.vector(name + _SINKS, shape.heads)
@@ -483,12 +538,27 @@ class Packer:
     def _norm(self, layer: str, name: str | None) -> Tensor | None:
         if name is None:
             return None
+        if "weight" not in self._shape.norm_parts:
+            return torch.ones(self._shape.hidden, dtype=self._vectors, device=self._device)
         return self.vector(f"{layer}{name}.weight", self._shape.hidden) + self._shape.norm_offset
 
     def _norm_bias(self, prefix: str, name: str | None) -> Tensor | None:
         if name is None or not self._shape.layer_norms:
             return None
+        if "bias" not in self._shape.norm_parts:
+            return torch.zeros(self._shape.hidden, dtype=self._vectors, device=self._device)
         return self.vector(f"{prefix}{name}.bias", self._shape.hidden)
+
+    def _each_head(self, norm: str, width: int, part: str) -> Tensor:
+        """A part of the LayerNorms of all heads [width], which may share it; biases that are not there are 0."""
+        if part not in self._shape.head_norm_parts:
+            return torch.zeros(width, dtype=self._vectors, device=self._device)
+        size, name = self._shape.head_dim, f"{norm}.{part}"
+        if not self._source.has(name):
+            return torch.cat([self.vector(f"{norm}.norms.{head}.{part}", size) for head in range(width // size)])
+        shared = self._source[name].dim() < 2
+        return self.vector(name, size).repeat(width // size) if shared else self.vector(
+            name, width // size, size).flatten()
 
     def _head_norm(self, name: str, width: int) -> Tensor | None:
         weight = self._optional(name, width if self._shape.wide_head_norms else self._shape.head_dim)
@@ -577,7 +647,8 @@ class _MixerReader:
 
 def root_of(source: Source, names: Names) -> str:
     """The prefix of the decoder's names."""
-    return _first(source, _ROOTS, f"{names.embedding}.weight") or _ROOTS[0]
+    found = _first(source, _ROOTS, f"{names.embedding}.weight")
+    return _ROOTS[0] if found is None else found
 
 
 def _first(source: Source, prefixes: tuple[str, ...], name: str) -> str | None:

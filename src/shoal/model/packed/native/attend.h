@@ -82,6 +82,10 @@ static void attend_chunk(Worker *w, const Task *task, int by, int first, int las
             q[j] = w->queries + (k + j - before * group) * query_bytes(m, by);
             states[j] = state_at(r, task->segment, task->split, i, task->head * group + head);
             sights[j] = seen + (i - first / group);
+            if (m->slopes) {
+                w->chunk.slopes[j] = m->slopes[task->head * group + head];
+                w->chunk.own[j] = (float)place_of(r->b, task->chosen->token[i], task->segment->stored);
+            }
             w->chunk.notes[j] = notes_of(r, task->entry, task->chosen->token[i], task->head * group + head, base);
         }
         (by == BY_FLOATS ? attend_floats : by == BY_BF16 ? attend_bf16 : attend_blocks)(&w->chunk, q, states, sights, count);
@@ -93,6 +97,7 @@ static void lay_places(Worker *w, const Task *task, const Source *source, int by
     const int t = task->chosen->token[i], stored = task->segment->stored, count = (int)round_up(high, LAID);
     int32_t slots[CHUNK];
     for (int k = 0; k < count; k++) slots[k] = k < high && base + k >= task->low ? base + k : -1;
+    for (int k = 0; w->chunk.sloped && k < count; k++) w->chunk.places[k] = (float)(base + k);
     if (branches(w->run->b, t) && base + high > stored) {
         int k = max_int(stored - base, 0);
         for (uint64_t path = path_from(w->run->b, t, base + k - stored); k < high; k++, path &= path - 1)
@@ -177,6 +182,7 @@ static void attend_list(Worker *w, const Task *task, const Source *source, int i
         for (; seen.high < CHUNK && from < end && *from < high; from++)
             slots[seen.high++] = listed ? slot_of(b, t, stored, *from) : *from;
         const int places = (int)round_up(seen.high, LAID);
+        for (int k = 0; w->chunk.sloped && k < places; k++) w->chunk.places[k] = k < seen.high ? (float)from[k - seen.high] : 0.0f;
         for (int k = seen.high; k < places; k++) slots[k] = -1;
         look_ahead(w, source, last - first, from, 0, min_int(CHUNK, (int)(end - from)));
         lay_slots(&w->chunk, source, slots, 0, places, by);
@@ -234,7 +240,7 @@ static void ask_for_slots(const Worker *w, int entry, const Chosen *c) {
     float line[MAX_HEAD_DIM] ALIGNED;
     for (int k = w->id; k < c->count * m->heads; k += w->threads) {
         const int i = k / m->heads, head = k % m->heads, t = c->token[i];
-        ready_head(m, m->layers + number, r->qkv + i * r->qkv_line, head, m->heads, m->layers[number].q_norm, r->b->position[t], line);
+        ready_head(m, m->layers + number, r->qkv + i * r->qkv_line, head, m->heads, m->layers[number].q_norm, m->layers[number].q_norm_bias, r->b->position[t], line);
         memcpy(r->b->queries + ((int64_t)t * m->heads + head) * m->head_dim, line, 4ll * m->head_dim);
     }
     meet(&r->team, w->id);

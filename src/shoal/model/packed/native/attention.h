@@ -85,6 +85,9 @@ typedef struct {
     char *keys, *values;
     float *scales[2];                /* scales of integer keys and values: [blocks][CHUNK] */
     float *bias;                     /* [CHUNK], added to scores */
+    float *places;                   /* [CHUNK], of the slots in the text, where scores depend on distances */
+    float slopes[MOST_QUERIES], own[MOST_QUERIES]; /* of a few queries: the factor of a distance, and their own places */
+    int sloped;                      /* whether scores do */
     int biased;                      /* whether there is any */
     float *notes[MOST_QUERIES];      /* where the scores of a few queries are stored by slot; or NULL */
     Ahead ahead[2];                  /* keys and values that come next */
@@ -100,12 +103,13 @@ typedef struct {
 
 INLINE int words_of_line(int dim, const int by) { return by == BY_FLOATS ? dim : dim / 2; }
 INLINE int vectors_of_line(int dim, const int by) { return by == BY_FLOATS ? (dim + 15) / 16 : (dim + 31) / 32 * 2; }
-INLINE int64_t chunk_bytes(int dim) { return 2ll * CHUNK * 4 * round_up(dim, 32) + CHUNK * 4 * (1 + 2 * blocks_of(dim)); }
+INLINE int64_t chunk_bytes(int dim) { return 2ll * CHUNK * 4 * round_up(dim, 32) + CHUNK * 4 * (2 + 2 * blocks_of(dim)); }
 
 INLINE Chunk chunk_at(char *at, int dim) {
     const int64_t part = CHUNK * 4 * round_up(dim, 32);
     float *rest = (float *)(at + 2 * part);
-    return (Chunk){.keys = at, .values = at + part, .bias = rest, .scales = {rest + CHUNK, rest + CHUNK * (1 + blocks_of(dim))}, .dim = dim};
+    float *const scales = rest + 2 * CHUNK;
+    return (Chunk){.keys = at, .values = at + part, .bias = rest, .places = rest + CHUNK, .scales = {scales, scales + CHUNK * blocks_of(dim)}, .dim = dim};
 }
 
 INLINE int bit_words(int dim) { return (dim + 15) / 16; }
@@ -452,9 +456,18 @@ INLINE void mix(State *const *s, Chunk *c, const char *const *weights, const flo
         }
 }
 
+/* Add what distances make of the scores of a query. */
+INLINE void slope_scores(const Chunk *c, int h, float *mine, int first, int last) {
+    for (int i = first; i < last; i += LANES) {
+        const Vf distance = vf_sub(vf_load(c->places + i), vf_all(c->own[h]));
+        vf_store(mine + i, vf_fma(distance, vf_all(c->slopes[h]), vf_load(mine + i)));
+    }
+}
+
 /* Finish the scores of one query in slots first..last-1: soft cap, a copy for the choice of slots, bias, mask. */
 INLINE void ready_scores(const Chunk *c, int h, const Seen *seen, float *mine, int first, int last) {
     for (int i = first; c->cap > 0 && i < last; i += LANES) vf_store(mine + i, soft_cap(vf_load(mine + i), c->cap));
+    if (c->sloped) slope_scores(c, h, mine, first, last);
     if (c->notes[h]) memcpy(c->notes[h] + first, mine + first, sizeof(float) * (last - first));
     for (int i = 0; c->notes[h] && i < CHUNK; i += LANES) fetch_to_write(c->notes[h] + CHUNK + i);
     for (int i = first; c->biased && i < last; i += LANES) vf_store(mine + i, vf_add(vf_load(mine + i), vf_load(c->bias + i)));

@@ -9,6 +9,8 @@
 static int check_token(const ShoalModel *m, const ShoalBatch *b, int t, char *message, int size) {
     if (!WITHIN(b->ids[t], 0, m->vocab - 1)) REFUSE("ids[%d] is %d; it must be in [0, %d]", t, b->ids[t], m->vocab - 1);
     if (!WITHIN(b->row[t], 0, b->rows - 1)) REFUSE("row[%d] is %d; it must be in [0, %d]", t, b->row[t], b->rows - 1);
+    if (m->positions && !WITHIN(b->position[t], 0, m->position_count - 1))
+        REFUSE("position[%d] is %d; the model has learned positions in [0, %d]", t, b->position[t], m->position_count - 1);
     if (b->base[t] < 0) REFUSE("base[%d] is %d; it must be >= 0", t, b->base[t]);
     const int follows = t && b->row[t] == b->row[t - 1];
     if (t && b->row[t] < b->row[t - 1]) REFUSE("row[%d] is %d after %d; rows must ascend", t, b->row[t], b->row[t - 1]);

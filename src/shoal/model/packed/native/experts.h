@@ -77,11 +77,31 @@ static void leave_groups(const ShoalExperts *e, const float *wanted, uint8_t *ta
     for (int i = 0; i < e->count; i++) taken[i] = !kept[i / size];
 }
 
+/* The experts of a token by SparseMixer, ascending, and their weights. */
+static void route_sparsely(const ShoalExperts *e, const float *logits, Route *to) {
+    float weights[MAX_EXPERTS];
+    uint8_t taken[MAX_EXPERTS] = {0};
+    for (int k = 0; k < e->top; k++) {
+        const int best = best_left(logits, taken, e->count);
+        float sum = 0;
+        for (int i = 0; i < e->count; i++)
+            if (!taken[i] && !((logits[best] - logits[i]) / fmaxf(fabsf(logits[i]), logits[best]) > 2 * e->jitter))
+                sum += expf(logits[i] - logits[best]);
+        weights[best] = e->scale / sum, taken[best] = 1;
+    }
+    for (int i = 0, k = 0; k < e->top; i++)
+        if (taken[i]) to[k++] = (Route){i, weights[i]};
+}
+
 /* The experts of a token, ascending, and their weights. */
 static void route(const ShoalExperts *e, const float *logits, Route *to) {
     float scores[MAX_EXPERTS] ALIGNED, biased[MAX_EXPERTS], sum = e->added;
     uint8_t taken[MAX_EXPERTS] = {0}, chosen[MAX_EXPERTS] = {0};
     const float *wanted = e->groups > 1 ? scores : logits;
+    if (e->jitter > 0) {
+        route_sparsely(e, logits, to);
+        return;
+    }
     score_experts(e, logits, scores);
     if (e->bias) {
         for (int i = 0; i < e->count; i++) biased[i] = scores[i] + e->bias[i];

@@ -27,7 +27,21 @@ static void embed(const Worker *w) {
         else if (m->embedding_dtype == DTYPE_FP32) memcpy(x + first, (const float *)m->embedding + row + first, 4ll * (last - first));
         else for (int k = first; k < last; k++) x[k] = bf16_to_float(((const uint16_t *)m->embedding)[row + k]);
         for (int k = first; k < last; k++) x[k] *= m->embedding_scale;
+        const float *own = m->positions ? m->positions + (int64_t)r->b->position[t] * m->hidden : NULL;
+        for (int k = first; own && k < last; k++) x[k] += own[k];
     }
+}
+
+/* The norm of embeddings; threads divide the tokens among them. */
+static void norm_embeddings(Worker *w) {
+    const Run *r = w->run;
+    const ShoalModel *m = r->m;
+    for (int t = w->id; t < r->b->tokens; t += w->threads) {
+        float *x = r->x + t * r->x_line;
+        layer_norm_line(x, m->hidden, (int)r->x_line, (Norm){m->embedding_norm, m->embedding_norm_bias}, m->eps, w->line);
+        memcpy(x, w->line, 4 * r->x_line);
+    }
+    meet(&w->run->team, w->id);
 }
 
 /* Copy this thread's columns of all states before layer number `entry` of the batch. */
@@ -75,6 +89,7 @@ static Worker worker_of(Run *r, int id, int threads) {
     w.best = r->best ? r->best + (int64_t)id * r->b->wanted_count : NULL;
     for (int i = 0; w.best && i < r->b->wanted_count; i++) w.best[i] = (Largest){-INFINITY, INT32_MAX};
     w.chunk = chunk_at(at, m->head_dim);
+    w.chunk.sloped = m->slopes != NULL;
     return w;
 }
 
@@ -103,7 +118,7 @@ static int64_t lay_out(Run *r, char *memory, int threads) {
     r->private_bytes = round_up(private_bytes(m, r->b), 128);
     float *at = (float *)memory;
     r->x = r->read = at, at += tokens * r->x_line;
-    if (m->keeps) r->read = at, at += tokens * r->x_line;
+    if (m->keeps || m->parallel) r->read = at, at += tokens * r->x_line;
     r->qkv = at, at += tokens * r->qkv_line;
     r->attended = at, at += round_up(tokens * m->heads * m->head_dim, LANES);
     r->raw_line = round_up(m->raw, LANES), r->wide_line = round_up(m->wide, LANES);
@@ -151,6 +166,7 @@ static void run_layers(Worker *w) {
         const ShoalModel *m = w->run->m;
         const ShoalLayer *layer = m->layers + w->run->b->layers[entry];
         copy_states(w, entry);
+        if (m->parallel) hold_states(w);
         if (m->keeps) renew_states(w, entry, RUN_ATTENTION, layer->input_norm, m->kept[layer->recurrence != NULL]);
         if (layer->recurrence) project(w, entry);
         if (layer->memory_unit) run_memory_unit(w, entry);
@@ -166,6 +182,7 @@ static void run_layers(Worker *w) {
 static void run_tokens(Worker *w) {
     embed(w);
     meet(&w->run->team, w->id);
+    if (w->run->m->embedding_norm && !w->run->b->vectors) norm_embeddings(w);
     run_layers(w);
 }
 

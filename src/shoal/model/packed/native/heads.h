@@ -15,12 +15,26 @@ INLINE void rotate(float *x, const float *cos, const float *sin, int half) {
     }
 }
 
+/* LayerNorm of a line of a head. */
+INLINE void centre_head(float *x, int dim, const float *weight, const float *bias, float eps) {
+    Vf total = vf_zero();
+    for (int j = 0; j < dim; j += LANES) total = vf_add(total, vf_load_some(head_mask(dim - j), x + j));
+    const Vf mean = vf_all(vf_sum(total) / dim);
+    for (int j = 0; j < dim; j += LANES) vf_store_some(x + j, head_mask(dim - j), vf_sub(vf_load_some(head_mask(dim - j), x + j), mean));
+    const Vf scale = vf_all(inverse_rms(x, dim, eps));
+    for (int j = 0; j < dim; j += LANES) {
+        const Mask mask = head_mask(dim - j);
+        vf_store_some(x + j, mask, vf_fma(vf_mul(vf_load_some(mask, x + j), scale), vf_load_some(mask, weight + j), vf_load_some(mask, bias + j)));
+    }
+}
+
 /* Prepare the query or key of one of a token's `heads`, stored at `all`, for products. `to` has room for the dimension
    rounded up to 32, zero-padded. */
 static void ready_head(const ShoalModel *m, const ShoalLayer *layer, const float *all, int head, int heads, const float *norm,
-                       int position, float *to) {
+                       const float *bias, int position, float *to) {
     const int dim = m->head_dim, half = m->rotary_dim / 2;
-    const float *x = all + head * dim;
+    const float *x = all + head * dim, *given = norm;
+    if (bias || m->rotates_first) norm = NULL; /* which comes later, or is another one */
     const float scale = !norm ? 1.0f : layer->wide_norms ? inverse_rms(all, heads * dim, m->eps) : inverse_rms(x, dim, m->eps);
     if (norm && layer->wide_norms) norm += head * dim;
     for (int j = 0; j < round_up(dim, 32); j += LANES) {
@@ -29,13 +43,15 @@ static void ready_head(const ShoalModel *m, const ShoalLayer *layer, const float
         if (norm) v = vf_mul(vf_mul(v, vf_all(scale)), vf_load_some(mask, norm + j));
         vf_store(to + j, v);
     }
+    if (bias) centre_head(to, dim, given + head * dim, bias + head * dim, m->eps);
     if (layer->cos) rotate(to, layer->cos + (int64_t)position * half, layer->sin + (int64_t)position * half, half);
+    if (given && m->rotates_first) norm_in_place(to, dim, given, m->eps);
 }
 
 /* The same for a query: one of a differential pair has its numbers in its own half of a key's dimensions. */
 INLINE void ready_query(const ShoalModel *m, const ShoalLayer *layer, const float *all, int head, int position, float *to) {
     if (!m->differential) {
-        ready_head(m, layer, all, head, m->heads, layer->q_norm, position, to);
+        ready_head(m, layer, all, head, m->heads, layer->q_norm, layer->q_norm_bias, position, to);
         return;
     }
     const int half = m->head_dim / 2;

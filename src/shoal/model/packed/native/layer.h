@@ -45,6 +45,16 @@ static void renew_states(Worker *w, int entry, int part, const float *norm, floa
     meet(&w->run->team, w->id);
 }
 
+/* Where attention and MLP read the same states: keep them in `read`. */
+static void hold_states(Worker *w) {
+    const Run *r = w->run;
+    const int blocks = (int)r->x_line / LANES;
+    const int64_t first = share(blocks, w->id, w->threads) * LANES, last = share(blocks, w->id + 1, w->threads) * LANES;
+    for (int t = 0; t < r->b->tokens; t++)
+        memcpy(r->read + t * r->x_line + first, r->x + t * r->x_line + first, 4 * (last - first));
+    meet(&w->run->team, w->id);
+}
+
 INLINE Norm norm_before(const ShoalLayer *layer) { return (Norm){layer->input_norm, layer->input_bias}; }
 INLINE Norm norm_after(const ShoalLayer *layer) { return (Norm){layer->post_norm, layer->post_bias}; }
 
@@ -134,6 +144,18 @@ static void finish_qkv(const Worker *w, const Chosen *c, const float *bias, int 
         }
 }
 
+/* The same with limited numbers. */
+static void finish_limited(const Worker *w, const Chosen *c, const float *bias, int block, int count, void *to) {
+    const Run *r = w->run;
+    const Vf limit = vf_all(r->m->qkv_limit);
+    finish_qkv(w, c, bias, block, count, to);
+    for (int i = 0; i < c->count; i++)
+        for (int row = block * LANES; row < (block + count) * LANES; row += LANES) {
+            float *at = r->qkv + i * r->qkv_line + row;
+            vf_store(at, vf_max(vf_min(vf_load(at), limit), vf_sub(vf_zero(), limit)));
+        }
+}
+
 static void finish_residual(const Worker *w, const Chosen *c, const float *bias, int block, int count, void *to) {
     const Run *r = w->run;
     (void)to;
@@ -204,8 +226,9 @@ INLINE Vf clamped_unit(const Neurons *n, Vf gate, Vf up) {
 INLINE Vf activated(int activation, Vf x) {
     if (activation == ACTIVATION_SILU) return silu_ps(x);
     if (activation == ACTIVATION_GELU_TANH) return gelu_tanh_ps(x);
+    if (activation == ACTIVATION_GELU) return gelu_ps(x);
     const Vf above = vf_max(x, vf_zero());
-    return vf_mul(above, above);
+    return activation == ACTIVATION_RELU ? above : vf_mul(above, above);
 }
 
 /* Of an MLP without a gate. */
@@ -286,7 +309,7 @@ static void project_heads(Worker *w, const ShoalLayer *layer, const Chosen *c) {
     int rows = 0;
     for (int i = 0; i < 3; i++) rows += layer->qkv[i].rows;
     if (layer->latent) project_latent(w, layer, c);
-    else multiply_stack(w, layer->qkv, norm_before(layer), c, layer->qkv_bias, finish_qkv, &rows);
+    else multiply_stack(w, layer->qkv, norm_before(layer), c, layer->qkv_bias, w->run->m->qkv_limit > 0 ? finish_limited : finish_qkv, &rows);
 }
 
 /* Keys and values of the tokens whose attention does not run. */

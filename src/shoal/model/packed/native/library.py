@@ -15,7 +15,7 @@ KINDS = (
     "fp32", "bf16", "fp16", "int8", "int4", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "upper", "rough",
     "iq4_nl", "mxfp4", "q4_k", "q5_k", "q6_k", "q2_k", "q3_k", "iq2", "iq1", "iq4_xs", "iq3_s", "iq3_xxs",
 )
-ACTIVATIONS = ("silu", "gelu_tanh", "relu2")
+ACTIVATIONS = ("silu", "gelu_tanh", "relu2", "gelu", "relu")
 MAX_TOKENS, MAX_NODES = 256, 64
 LANES = 16
 PANEL_ROWS = 4 * LANES
@@ -58,7 +58,7 @@ class ExpertsStruct(ctypes.Structure):
         ("router_bias", c_void_p), ("gate_up_bias", c_void_p), ("down_bias", c_void_p), ("count", c_int32),
         ("top", c_int32), ("groups", c_int32), ("top_groups", c_int32), ("best", c_int32), ("sigmoid", c_int32),
         ("normalised", c_int32), ("gated", c_int32), ("added", c_float), ("least", c_float), ("scale", c_float),
-        ("limit", c_float), ("alpha", c_float),
+        ("jitter", c_float), ("limit", c_float), ("alpha", c_float),
     ]
 
 
@@ -80,7 +80,7 @@ class LayerStruct(ctypes.Structure):
         ("wide_norms", c_int32), ("recurrence", POINTER(RecurrenceStruct)), ("latent", POINTER(LatentStruct)),
         ("experts", POINTER(ExpertsStruct)), ("attention_norm_bias", c_void_p), ("mlp_norm_bias", c_void_p),
         ("pair_norm", c_void_p), ("pair_share", c_float), ("reads", c_int32), ("memory_unit", c_int32),
-        ("sinks", c_void_p),
+        ("sinks", c_void_p), ("q_norm_bias", c_void_p), ("k_norm_bias", c_void_p),
     ]
 
 
@@ -98,6 +98,9 @@ class Model(ctypes.Structure):
         ("experts", c_int32), ("top", c_int32), ("expert_ffn", c_int32), ("narrow", c_int32),
         ("layers", POINTER(LayerStruct)), ("norm", c_void_p), ("norm_bias", c_void_p), ("head", Weight),
         ("upper", Weight), ("head_bias", c_void_p), ("embedding", c_void_p), ("table", Weight),
+        ("positions", c_void_p), ("embedding_norm", c_void_p), ("embedding_norm_bias", c_void_p),
+        ("position_count", c_int32), ("parallel", c_int32), ("rotates_first", c_int32), ("slopes", c_void_p),
+        ("qkv_limit", c_float),
     ]
 
 

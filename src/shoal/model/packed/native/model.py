@@ -159,7 +159,7 @@ class NativeModel:
         self._structs = (LayerStruct * len(layers))(*layers)
         self._head = as_packed(weights.head)
         self._most_read = _MOST_READ_OF_FLOATS if self._head.scales is None else _MOST_READ
-        self._model = self._model_struct(weights.final_norm, weights.final_norm_bias, embedding, head_bias)
+        self._model = self._model_struct(weights, embedding, head_bias)
         self.turn(*tables)
         self._had, self._message = c_double(), ctypes.create_string_buffer(_MESSAGE_BYTES)
         self._scratch, self._room = torch.empty(0, dtype=torch.uint8), (0, 0)
@@ -394,10 +394,12 @@ class NativeModel:
             struct.recurrence = ctypes.pointer(self.recurrences[index].struct)
         if layer.experts is not None:
             struct.experts = ctypes.pointer(self._experts(layer.experts))
-        struct.wide_norms = wide = layer.q_norm is not None and shape.heads > 1 and len(layer.q_norm) == query
+        wide = layer.q_norm is not None and shape.heads > 1 and len(layer.q_norm) == query
+        struct.wide_norms = wide and layer.q_norm_bias is None
         lengths = dict.fromkeys(("attention_norm", "mlp_norm", "attention_out_norm", "mlp_out_norm", "out_bias",
                                  "down_bias", "attention_norm_bias", "mlp_norm_bias"), hidden)
         lengths |= {"q_norm": query if wide else shape.head_dim, "k_norm": kv if wide else shape.head_dim,
+                    "q_norm_bias": query, "k_norm_bias": kv,
                     "qkv_bias": qkv, "gate_up_bias": (2 if kind.gated_mlp else 1) * ffn, "sinks": shape.heads}
         for name, length in lengths.items():
             setattr(struct, name, self._vector(name, vars(layer)[name], length))
@@ -471,6 +473,7 @@ class NativeModel:
             raise ValueError(f"{len(experts.gate_up)} and {len(experts.down)} matrices of {routing.count} experts; "
                              f"there must be as many of each, and at most {MAX_EXPERTS}")
         struct = ExpertsStruct(**{name: getattr(routing, name) for name in _ROUTING}, gated=experts.gated)
+        struct.jitter = routing.jitter or 0.0
         struct.router = self._matrix("router", experts.router, routing.count + experts.gated, hidden)
         struct.bias = self._vector("the bias of the router", experts.bias, routing.count)
         parts, size, narrow = (Weight * (3 * routing.count))(), experts.down[0].rows, 0
@@ -495,7 +498,7 @@ class NativeModel:
         return struct
 
     def _model_struct(
-        self, norm: Tensor, norm_bias: Tensor | None, embedding: Tensor | PackedWeight | None, head_bias: Tensor | None
+        self, weights: Weights, embedding: Tensor | PackedWeight | None, head_bias: Tensor | None
     ) -> Model:
         shape, struct = self.shape, Model(num_layers=self.num_layers, ffn=max(self.shape.ffns), layers=self._structs)
         for name in _SIZES:
@@ -514,8 +517,18 @@ class NativeModel:
             struct.raw, struct.wide, struct.opened = sizes.rows, sizes.queries, sizes.heads * sizes.value
         struct.experts, struct.top, struct.expert_ffn, struct.narrow = self._sizes
         struct.activation, struct.kv_dtype = ACTIVATIONS.index(shape.activation), _KV_DTYPES[self._kv_dtype]
-        struct.norm = self._vector("norm", norm, shape.hidden)
-        struct.norm_bias = self._vector("norm_bias", norm_bias, shape.hidden)
+        struct.parallel, struct.rotates_first = shape.parallel, shape.rotates_first
+        struct.qkv_limit = shape.qkv_limit or 0.0
+        slopes = torch.tensor(shape.slopes, dtype=torch.float32) if shape.slopes else None
+        struct.slopes = self._vector("slopes", slopes, shape.heads)
+        if weights.positions is not None:
+            struct.position_count = len(weights.positions)
+            struct.positions = address("positions", weights.positions, (struct.position_count, shape.hidden))
+            self._parts.append(weights.positions)
+        for name in ("embedding_norm", "embedding_norm_bias"):
+            setattr(struct, name, self._vector(name, vars(weights)[name], shape.hidden))
+        struct.norm = self._vector("norm", weights.final_norm, shape.hidden)
+        struct.norm_bias = self._vector("norm_bias", weights.final_norm_bias, shape.hidden)
         struct.head = self._matrix("head", self._head, shape.vocab, shape.hidden)
         struct.head_bias = self._vector("head_bias", head_bias, shape.vocab)
         table = embedding if isinstance(embedding, PackedWeight) else self._head

@@ -12,7 +12,7 @@ enum {
     KIND_IQ4_NL, KIND_MXFP4, KIND_Q4_K, KIND_Q5_K, KIND_Q6_K, KIND_Q2_K, KIND_Q3_K, KIND_IQ2, KIND_IQ1, KIND_IQ4_XS, KIND_IQ3_S, KIND_IQ3_XXS
 };
 enum { DTYPE_FP32, DTYPE_BF16, DTYPE_FP16 };
-enum { ACTIVATION_SILU, ACTIVATION_GELU_TANH, ACTIVATION_RELU2 };
+enum { ACTIVATION_SILU, ACTIVATION_GELU_TANH, ACTIVATION_RELU2, ACTIVATION_GELU, ACTIVATION_RELU };
 enum { RUN_ATTENTION = 1, RUN_MLP = 2, RUN_STORE = 4 }; /* RUN_STORE: of attention keys and values alone */
 
 #define LANES 16      /* output rows of a row block: the fp32 lanes of a vector register */
@@ -84,6 +84,7 @@ typedef struct {
     int32_t best;             /* by how many of its best experts a group counts: 1 or 2 */
     int32_t sigmoid, normalised, gated;
     float added, least, scale; /* scale: of the weights */
+    float jitter; /* of SparseMixer, see Routing in model/layers/experts.py; 0: the usual weights */
     float limit, alpha; /* of (up + 1) gate sigmoid(alpha gate), with gate <= limit and |up| <= limit; limit 0: the usual unit */
 } ShoalExperts;
 
@@ -117,6 +118,8 @@ typedef struct {
     int32_t reads;       /* 1 + the layer whose keys and values, or whose recurrence's memory, this one reads, having none itself; or 0 */
     int32_t memory_unit; /* whether it is a gated memory unit: its matrices are qkv[0] and o, instead of attention's */
     const float *sinks;     /* [heads], further scores of the softmax, which belong to no slot; or NULL */
+    const float *q_norm_bias, *k_norm_bias; /* [heads][head_dim]: biases of these norms, which then are LayerNorms of each head, with as
+                                               many weights; or NULL */
 } ShoalLayer;
 
 typedef struct {
@@ -142,6 +145,13 @@ typedef struct {
     const float *head_bias;
     const void *embedding; /* [vocab, hidden] row-major, or NULL: rows are read out of `table` */
     ShoalWeight table;     /* [vocab, hidden]; may be the head */
+    const float *positions; /* [position_count][hidden], added to embeddings; or NULL */
+    const float *embedding_norm, *embedding_norm_bias; /* of the LayerNorm of embeddings, or NULL */
+    int32_t position_count;
+    int32_t parallel;      /* whether attention and MLP read the same states, those that enter a layer */
+    int32_t rotates_first; /* whether queries and keys are rotated before they are normalised */
+    const float *slopes;   /* [heads]: what a slot's place less the query's is multiplied by and added to the score (ALiBi); or NULL */
+    float qkv_limit;       /* the largest size of a number of q, k and v; 0: none */
 } ShoalModel;
 
 /* Some slots of a row in memory that other rows may read too, and nobody writes: [kv_heads, count] lines in the type of the cache. */

@@ -39,7 +39,7 @@ static void store_new(const Worker *w, const Task *task) {
         if (slot < task->low || slot >= task->high) continue;
         const float *keys = r->qkv + i * r->qkv_line + first_key(m), *value = keys + (m->kv_heads + task->head) * dim;
         int64_t at = line0 + slot;
-        ready_head(m, task->layer, keys, task->head, m->kv_heads, task->layer->k_norm, r->b->position[t], line);
+        ready_head(m, task->layer, keys, task->head, m->kv_heads, task->layer->k_norm, task->layer->k_norm_bias, r->b->position[t], line);
         if (own && own->keys) {
             const int64_t block = at * blocks_of(dim), form = own->forms[0], other = own->forms[1];
             store_blocks((char *)own->keys + at * slot_bytes(dim, form), own->key_scales + block, line, dim, form);
