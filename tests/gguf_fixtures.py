@@ -155,8 +155,58 @@ _MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
                                           "layers_block_type": ["mamba", "attention", "moe"]}),
 }
 """The same with experts; hybrids, GLM, gpt-oss and those with latent attention have two layers, others one."""
+_CLASSICS: dict[str, tuple[str, dict[str, Any]]] = {
+    "phi2": ("phi", {"num_key_value_heads": 2}),
+    "starcoder2": ("starcoder2", {"sliding_window": None}),
+    "gpt2": ("gpt2", {}),
+    "starcoder": ("gpt_bigcode", {}),
+    "gptneox": ("gpt_neox", {}),
+    "falcon": ("falcon", {}),
+    "falcon-40b": ("falcon40", {"num_attention_heads": 4}),
+    "bloom": ("bloom", {}),
+    "mpt": ("mpt", {}),
+    "command-r": ("cohere", {"logit_scale": 0.25}),
+    "cohere2": ("cohere2", {"sliding_window": 4, "sliding_window_pattern": 4, "logit_scale": 0.25}),
+    "stablelm": ("stablelm", {"num_key_value_heads": 2, "use_qkv_bias": True}),
+    "stablelm-parallel": ("stablelm", {"num_key_value_heads": 2, "use_parallel_residual": True}),
+    "olmo": ("olmo", {"clip_qkv": 1.0, "tie_word_embeddings": True}),
+    "nemotron": ("nemotron", {"attention_bias": True, "mlp_bias": True}),
+    "hunyuan-dense": ("hunyuan_v1_dense", {"tie_word_embeddings": True}),
+    "hunyuan-moe": ("hunyuan_v1_moe", {"num_experts": 3, "moe_topk": 2, "tie_word_embeddings": True}),
+    "exaone4": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"], "tie_word_embeddings": True}),
+    "seed_oss": ("seed_oss", {"attention_bias": True, "attention_out_bias": False, "tie_word_embeddings": True}),
+    "ernie4_5": ("ernie4_5", {}),
+    "ernie4_5-moe": ("ernie4_5_moe", {"moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1,
+                                      "moe_layer_start_index": 1, "intermediate_size": 32}),
+}
+"""Architectures with other norms, MLPs, residuals or positions than Llama, and what is near; one layer each."""
 LATENT = ("deepseek_v2", "deepseek_v3", "kimi_linear")
 """Families with experts and latent attention."""
+
+
+def _classic(architecture: str, hidden: int) -> Any:
+    """A model of one layer, or as many as its pattern has, before its weights are drawn."""
+    family, more = _CLASSICS[architecture]
+    heads, count = 2, len(words_of("llama")["tokenizer.ggml.tokens"])
+    wide = 4 * hidden if hidden < 256 and not more.get("num_experts") else hidden
+    by_name = {
+        "gpt2": {"n_embd": hidden, "n_head": heads, "n_positions": 64},
+        "bloom": {"hidden_size": hidden, "n_head": heads}, "mpt": {"d_model": hidden, "n_heads": heads},
+        "falcon": {"hidden_size": hidden, "num_attention_heads": heads, "ffn_hidden_size": wide},
+    }
+    by_name |= {"gpt_bigcode": by_name["gpt2"], "falcon40": by_name["falcon"]}
+    usual = {"hidden_size": hidden, "intermediate_size": wide, "num_attention_heads": heads, "num_key_value_heads": 1,
+             "head_dim": hidden // heads, "moe_intermediate_size": hidden}
+    if family not in ("nemotron", "cohere2", "hunyuan_v1_dense", "hunyuan_v1_moe", "seed_oss", "ernie4_5",
+                      "ernie4_5_moe"):
+        del usual["head_dim"]
+    if family in ("gpt_neox",):
+        del usual["num_key_value_heads"]
+    if family != "ernie4_5_moe":
+        del usual["moe_intermediate_size"]
+    layers = {"cohere2": 4, "ernie4_5-moe": 2}.get(architecture, 1)
+    sizes = {**by_name.get(family, usual), **more, "vocab_size": count}
+    return tiny(family, dtype=torch.float32, layers=layers, **sizes)
 
 
 @dataclass(frozen=True)
@@ -174,6 +224,8 @@ class MadeHybrid(InFolder):
 
     def model(self) -> Any:
         """A transformers model, float32, whose weights the file holds rounded to its types."""
+        if self.architecture in _CLASSICS:
+            return self._drawn(_classic(self.architecture, {"F16": 32, "Q8_0": 64}.get(self.kind, 256)))
         if self.architecture in _MIXTURES:
             return self._mixture()
         family, more = _HYBRIDS[self.architecture]
@@ -219,6 +271,11 @@ class MadeHybrid(InFolder):
 
 HYBRIDS = [MadeHybrid(architecture, kind) for architecture in (*_HYBRIDS, *_MIXTURES) for kind in ("F16", "Q4_K_M")]
 HYBRIDS.append(MadeHybrid("gpt-oss", "MXFP4_MOE"))
+CLASSICS = [MadeHybrid(architecture, "F16") for architecture in _CLASSICS]
+CLASSICS += [MadeHybrid("phi2", "Q8_0"), MadeHybrid("command-r", "Q8_0"), MadeHybrid("starcoder2", "Q4_K_M")]
+
+
+_OTHER_NORMS = re.compile(r"\b(ln_\w+|norms\.\d+|norm_\d)\.weight$")
 
 
 def _drawn(name: str, parameter: Tensor, generator: torch.Generator) -> Tensor:
@@ -232,7 +289,8 @@ def _drawn(name: str, parameter: Tensor, generator: torch.Generator) -> Tensor:
     if ".experts." in name and parameter.dim() > 2:
         return torch.stack([_matrix(one, generator) for one in [parameter.shape[1:]] * len(parameter)])
     if parameter.dim() != 2:
-        middle = 1.0 if name.endswith(("norm.weight", ".D", "norm_f.weight")) else 0.0
+        normed = name.endswith(("norm.weight", ".D", "norm_f.weight")) or _OTHER_NORMS.search(name)
+        middle = 1.0 if normed else 0.0
         return middle + (0.3 if parameter.dim() > 2 else 0.1) * torch.randn(
             parameter.shape, generator=generator, dtype=torch.float64)
     return _matrix(parameter.shape, generator)

@@ -21,6 +21,7 @@ import shoal
 from families import RECURRENT
 from gguf_blocks import activations
 from gguf_fixtures import (
+    CLASSICS,
     FILES,
     HYBRIDS,
     IDS,
@@ -51,7 +52,7 @@ from shoal.model.parity import chunked_logits
 gguf: Any = pytest.importorskip("gguf", reason="the gguf package is the oracle of dequantisation")
 needs_kernels = pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.why_not()}")
 every_file = pytest.mark.parametrize("made", FILES, ids=lambda made: made.name)
-RUN = HYBRIDS if RECURRENT else []
+RUN = [*HYBRIDS, *CLASSICS] if RECURRENT else []
 """Those that this transformers knows how to run."""
 every_hybrid = pytest.mark.parametrize("made", RUN, ids=lambda made: made.name)
 of_both_kinds = pytest.mark.parametrize("made", [*FILES, *RUN], ids=lambda made: made.name)
@@ -93,7 +94,7 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 
 def test_the_files_are_whole() -> None:
-    for made in (*FILES, *HYBRIDS):
+    for made in (*FILES, *HYBRIDS, *CLASSICS):
         assert hashlib.sha256(made.path.read_bytes()).hexdigest() == facts()["sha256"][made.name], made.name
     kinds = {tensor.tensor_type.name for made in FILES for tensor in gguf.GGUFReader(made.path).tensors}
     assert kinds == {"F32", "F16", "BF16", *QUANTISED} - {"Q1_0", "Q2_0"}  # which the package does not read

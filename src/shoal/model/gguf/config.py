@@ -15,6 +15,7 @@ from transformers import AutoConfig
 
 from shoal.errors import Unsupported
 from shoal.model.config import WIDTHS
+from shoal.model.gguf.classics import CLASSICS
 from shoal.model.gguf.family import EMBEDDING, HEAD, Family, Fields
 from shoal.model.gguf.file import GgufFile
 from shoal.model.gguf.hybrids import HYBRIDS
@@ -114,6 +115,7 @@ FAMILIES: Mapping[str, Family] = {
     "olmo2": Family("olmo2", _olmo2, sandwich=True, pre_norm=False),
     **HYBRIDS,
     **LATENT,
+    **CLASSICS,
 }
 """Architectures by their name in GGUF files."""
 
@@ -149,6 +151,8 @@ def config_of(file: GgufFile) -> Any:
     check_experts(file, metadata.whole("expert_count", 0, least=0))
     common = _common(file, metadata) | (_attention(file, metadata, family) if family.attends else {})
     fields = common | family.own(file, metadata, common)
+    if family.derived_head_dim:
+        del fields["head_dim"]
     vocabulary = vocabulary_of(file.header)
     _check_vocabulary(file, vocabulary, fields["vocab_size"])
     return AutoConfig.for_model(**{"model_type": family.model_type, **fields}, **_special(vocabulary))

@@ -29,6 +29,7 @@ class Family:
         pre_norm: whether norms precede the sublayers.
         partial: whether a part of each head may be rotated.
         own_head_dim: whether heads need not share the embedding's size.
+        derived_head_dim: whether configs derive the size of heads and take none.
         attends: whether some layer has attention.
         mixed: whether layers without attention count no KV heads.
         apart: whether a layer is one sublayer alone, so that those without an MLP count no neurons.
@@ -46,6 +47,7 @@ class Family:
     pre_norm: bool = True
     partial: bool = False
     own_head_dim: bool = False
+    derived_head_dim: bool = False
     attends: bool = True
     mixed: bool = False
     apart: bool = False

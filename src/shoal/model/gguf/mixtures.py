@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
+from shoal.errors import Unsupported
+from shoal.model.gguf.classics import CLASSICS
 from shoal.model.gguf.family import Family, Fields
 from shoal.model.gguf.file import GgufFile
 from shoal.model.gguf.hybrids import HYBRIDS, periodic
@@ -156,6 +158,29 @@ def _gpt_oss(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
     }
 
 
+def _hunyuan(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
+    width = metadata.whole("expert_feed_forward_length", common["intermediate_size"])
+    if metadata.whole("expert_shared_feed_forward_length", width) != width or common["intermediate_size"] != width:
+        raise Unsupported("a Hunyuan GGUF file whose shared expert is of another width than the others",
+                          "transformers' modules have one width", "Use the model's safetensors")
+    return {"num_experts": metadata.whole("expert_count"), "moe_topk": metadata.whole("expert_used_count"),
+            "attention_bias": file.has("blk.0.attn_q.bias")}
+
+
+def _ernie(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
+    layers = common["num_hidden_layers"]
+    mixed = [layer for layer in range(layers) if file.has(f"blk.{layer}.{_ROUTER}")]
+    dense = metadata.whole("leading_dense_block_count", 0, least=0)
+    width, count = metadata.whole("expert_feed_forward_length"), metadata.whole("expert_shared_count", 0, least=0)
+    return {
+        "moe_num_experts": metadata.whole("expert_count"), "moe_k": metadata.whole("expert_used_count"),
+        "moe_intermediate_size": width, "moe_num_shared_experts": count, "use_bias": False,
+        "moe_layer_start_index": dense, "moe_layer_end_index": max(mixed, default=0),
+        "moe_layer_interval": metadata.whole("interleave_moe_layer_step", 1),
+        "intermediate_size": metadata.whole("feed_forward_length"),
+    }
+
+
 def _names(prefix: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> dict[str, str]:
     return {f"{prefix}.experts.#.{name}.weight": place for name, place in ((gate, GATE), (up, UP), (down, DOWN))}
 
@@ -209,6 +234,12 @@ MIXTURES: Mapping[str, Family] = MappingProxyType({
     "jamba": _with(HYBRIDS["jamba"], "jamba", _jamba, {
         "feed_forward.router.weight": _ROUTER, **_names("feed_forward")}),
     "nemotron_h_moe": _with(HYBRIDS["nemotron_h"], "nemotron_h", _nemotron_h, _NEMOTRON),
+    "hunyuan-moe": Family("hunyuan_v1_moe", _hunyuan, own_head_dim=True, layer={
+        **CLASSICS["hunyuan-dense"].layer, "mlp.gate.wg.weight": _ROUTER, **_names("mlp"),
+        **{f"mlp.shared_mlp.{name}.weight": f"ffn_{part}_shexp.weight" for name, part in _PARTS.items()}}),
+    "ernie4_5-moe": Family("ernie4_5_moe", _ernie, own_head_dim=True, layer={
+        **_GLM, "mlp.gate.moe_statics.e_score_correction_bias": "exp_probs_b.bias",
+        "post_attention_layernorm.weight": "ffn_norm.weight"}),
     **LATENT_MIXTURES,
 })
 """Architectures by their name in GGUF files that announce experts."""

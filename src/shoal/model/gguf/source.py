@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from shoal.errors import Unsupported
 from shoal.model.gguf.blocks import PLAIN, Blocks
+from shoal.model.gguf.classics import head_norm, in_modules
 from shoal.model.gguf.config import family_of
 from shoal.model.gguf.family import Family
 from shoal.model.gguf.file import GgufFile
@@ -33,7 +34,7 @@ _PARTS = {
 _PRE_NORMS = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
 _BEHIND = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
 _SANDWICH = {"input_layernorm": "attn_norm", "pre_feedforward_layernorm": "ffn_norm", **_BEHIND}
-_LAYER = re.compile(r"(?:model|backbone)\.layers\.(\d+)\.(.+)")
+_LAYER = re.compile(r"(?:(?:model|backbone|gpt_neox)\.layers|transformer\.(?:h|blocks))\.(\d+)\.(.+)")
 ASIDE = re.compile(r"(^|\.)rope_(freqs|factors_long|factors_short)\.weight$")
 """Tensors that only the rotary embedding reads."""
 _STACKED = re.compile(r"(.+\.layers\.\d+\.)(.+\.experts\.)(gate_up_proj|up_proj|down_proj)")
@@ -92,6 +93,9 @@ class GgufSource(Source):
 
     @override
     def has(self, name: str) -> bool:
+        one = head_norm(name)
+        if one is not None:
+            return self.has(one[0]) and one[1] < self._info(one[0]).shape[0]
         return self._place(name) is not None or (name.endswith(CONV) and all(map(self.has, self.parts(name))))
 
     def __getitem__(self, name: str) -> Tensor:
@@ -110,11 +114,15 @@ class GgufSource(Source):
         if self._family.norm_shift and info.name.endswith("norm.weight") and not info.name.endswith("ssm_norm.weight"):
             return values - self._family.norm_shift
         found = as_in_checkpoint(info.name, values)
+        if name.endswith("moe_statics.e_score_correction_bias"):
+            return found.view(1, -1)
         return found.view(1, 1, -1, 1) if self._config.model_type == "kimi_linear" and name.endswith("A_log") else found
 
     def of_modules(self, name: str) -> Tensor | None:
         """The tensor as transformers' modules have it, dequantised; None if the file lacks it."""
-        parts = self.parts(name)
+        one, parts = head_norm(name), self.parts(name)
+        if one is not None:
+            return self[one[0]][one[1]] if self.has(name) else None
         if _STACKED.fullmatch(name):
             places = dict.fromkeys(place for part in parts if (place := self._place(part)) is not None)
             if self._family.model_type == "gpt_oss" and places:  # whose modules have columns for outputs
@@ -129,7 +137,9 @@ class GgufSource(Source):
         if parts != (name,):
             return torch.cat([self[part] for part in parts]) if all(map(self.has, parts)) else None
         place = self._place(name)
-        return None if place is None else grouped_heads(place, self[name], self._config)
+        if place is None:
+            return None
+        return in_modules(name, grouped_heads(place, self[name], self._config), self._config)
 
     def parts(self, name: str) -> tuple[str, ...]:
         """The names under which the file has a tensor of the modules: itself, or its parts; of experts the first."""
