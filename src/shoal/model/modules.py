@@ -22,7 +22,7 @@ from shoal.model.probe import find_layers
 _REMEDY = "Fetch the model again, or give a config and weights that belong together"
 _SHOWN = 4
 _COMPUTED = re.compile(r"rotary_emb\.inv_freq$|\.self_attn\.(slope_rate|(query|key|diagonal)_decay)$"
-                       r"|(^|\.)h\.\d+\.attn\.(masked_)?bias$|\.attention\.(masked_)?bias$")
+                       r"|(^|\.)h\.\d+\.attn\.((masked_)?bias|causal_mask)$|\.attention\.(masked_)?bias$")
 """Rotary frequencies, the decays of MiniMax, causal masks; some checkpoints hold them, but they follow from the config.
 """
 _KV_SCALES = re.compile(r"\.[kv]_scale$")
