@@ -110,11 +110,11 @@ def test_wrong_storage(model: NativeModel) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"activation": "relu"}, "relu"),
+        ({"activation": "softplus"}, "softplus"),
         ({"kv_dtype": torch.float16}, "float16"),
         ({"kv_heads": 3}, "divide"),
         ({"hidden": 0}, "positive"),
-        ({"head_dim": 258}, "258"),
+        ({"head_dim": 642}, "642"),
         ({"head_dim": 15}, "15"),
         ({"rotary_dim": 18}, "18"),
         ({"rotary_dim": 7}, "7"),
