@@ -31,6 +31,8 @@ class ExpertNames:
         latent: of the projections around the experts.
         router_bias: of the vector that is added to the logits, or None.
         biases: of the biases of all experts, each alternatively whole or in parts: gate and up, and down; or none.
+        apart_by: of the vectors of experts that stand apart from the MLP: factors of the router's normed inputs,
+            factors of the weights, and the norms of experts' inputs, of the MLP's outputs and of theirs; or none.
     """
 
     router: tuple[str, ...] = ("mlp.gate.weight",)
@@ -44,6 +46,7 @@ class ExpertNames:
     latent: tuple[str, str] = ("", "")
     router_bias: str | None = None
     biases: tuple[tuple[tuple[str, ...], ...], ...] = ()
+    apart_by: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -216,7 +219,16 @@ _GPT_OSS = ExpertNames(
     biases=((("mlp.experts.gate_up_proj_bias",), ("mlp.experts.gate_proj_bias", "mlp.experts.up_proj_bias")),
             (("mlp.experts.down_proj_bias",),)))
 
+_GEMMA4 = ExpertNames(
+    ("router.proj.weight",), (("experts.gate_up_proj", "experts.down_proj"),),
+    ("experts.{}.gate_proj.weight", "experts.{}.up_proj.weight", "experts.{}.down_proj.weight"), shared="mlp.",
+    apart_by=("router.scale", "router.per_expert_scale", "pre_feedforward_layernorm_2.weight",
+              "post_feedforward_layernorm_1.weight", "post_feedforward_layernorm_2.weight"))
+
 EXPERTS: Mapping[str, ExpertKind] = MappingProxyType({
+    "gemma4_text": ExpertKind(
+        _GEMMA4, lambda text: Routing(text.num_experts, text.top_k_experts),
+        lambda text, layer: bool(text.enable_moe_block), shared=lambda text: int(text.intermediate_size)),
     "qwen2_moe": ExpertKind(_GATED, _softmax, _sparse_steps, shared=_shared_width),
     "qwen3_moe": ExpertKind(ExpertNames(), _softmax, _sparse_steps),
     "mixtral": ExpertKind(_MIXTRAL, _softmax, width=lambda text: int(text.intermediate_size)),

@@ -106,6 +106,8 @@ class ModelKind:
         gated_attention: whether the rows of q in the checkpoint are, head by head, q and a gate of the outputs.
         layer_norms: whether the norms are LayerNorms with biases (arXiv 1607.06450) instead of RMSNorms.
         head_gates: whether attention's outputs are gated head by head, by a matrix of as many rows.
+        value_norms: whether values are normalised too, without a weight.
+        layer_scales: whether a layer's outputs, states and all, are multiplied by a number of its own.
     """
 
     layers: Mapping[str, LayerKind] = field(default_factory=lambda: MappingProxyType({"": LayerKind()}))
@@ -113,6 +115,8 @@ class ModelKind:
     gated_attention: bool = False
     layer_norms: bool = False
     head_gates: bool = False
+    value_norms: bool = False
+    layer_scales: bool = False
 
     def of(self, text: Any) -> tuple[LayerKind, ...]:
         """The kind of each layer of a config."""
@@ -123,6 +127,9 @@ class ModelKind:
     def sources(self, text: Any) -> tuple[int | None, ...]:
         """For each layer the one that it reads, or None; empty if no layer reads another one."""
         types, kinds = list(layer_types(text) or ()), self.of(text)
+        if shared := getattr(text, "num_kv_shared_layers", 0):  # the last ones read the last of their type before them
+            own = len(kinds) - shared
+            return (*[None] * own, *(max(i for i in range(own) if types[i] == kind) for kind in types[own:]))
         if all(kind.reads is None for kind in kinds):
             return ()
         return tuple(None if kind.reads is None else max(i for i in range(layer) if types[i] == kind.reads)
@@ -161,6 +168,7 @@ LLAMA: Mapping[str, ModelKind] = MappingProxyType({
     **dict.fromkeys(("olmo2", "olmo3", "exaone4"), _same(_AFTER)),
     "glm4": _same(Norms(attention_out="post_self_attn_layernorm", mlp_out="post_mlp_layernorm")),
     "minicpm3": _LATENT,
+    "gemma4_text": replace(_same(_SANDWICH), value_norms=True, layer_scales=True),
 })
 """Model types whose layers are all attention and a gated MLP by Llama's names: the kernels run them."""
 

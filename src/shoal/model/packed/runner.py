@@ -51,7 +51,8 @@ class PackedRunner(ModelRunner):
         input_bytes: what a token's inputs to recurrences take, which are kept from a forward to the commit.
     """
 
-    adds_masks, can_split = False, True
+    adds_masks = False
+    can_split: bool = True
     prefill_chunk = 2048
     most_nodes: int | None = None
 
@@ -73,7 +74,9 @@ class PackedRunner(ModelRunner):
         size = weights.final_norm.itemsize
         self.state_bytes = {number: size * sum(map(math.prod, mixer.state_sizes)) for number, mixer in mixers.items()}
         self.input_bytes = 4 * sum(layer.of_mixer[0].rows for layer in weights.layers if layer.mixer is not None)
-        self.shows_queries = any(heads for heads, *_ in self.kv_sizes) and not shape.sources
+        equal = len({sizes for sizes in self.kv_sizes if any(sizes)}) == 1  # choices are of one size in all layers
+        self.shows_queries = equal and not shape.sources
+        self.can_split = not (shape.layer_input or shape.layer_scales)
         self.routes = shape.experts is not None
         layer_bytes = sum(layer.nbytes for layer in weights.layers) / len(weights.layers)
         self.head_layers = weights.head.nbytes / layer_bytes
@@ -176,10 +179,13 @@ class _Pass:
         where = torch.tensor(places, device=runner.device)
         self.tables = list(zip(runner.rotary.cos[:, where], runner.rotary.sin[:, where], strict=True))
         self.sizes = [len(chunk.tokens) for chunk in chunks]
-        if start is None:
+        makes, self._inputs = runner.weights.inputs, None
+        if start is None or makes is not None:
             self.x = runner.embed(ids, where)
             lay_vectors(self.x, chunks)
-        else:
+        if makes is not None:
+            self._inputs = makes(ids, self.x, runner.dtype)
+        if start is not None:
             self.x = torch.cat([states[:size] for states, size in zip(start.hidden, self.sizes, strict=True)])
         self._asker = Asker(cache, runner.device)
 
@@ -220,6 +226,7 @@ class _Pass:
                 self.cache.layers[layer].count([chunk.seq for chunk in self.chunks], piece.counts)
         if piece.part != "attention" and kind.feeds:
             x = block.kept(x, weights.mlp_norm, runner.shape, 2) + self._mlp(layer, piece, x)
+            x = block.ended(x, weights, runner.dtype, self._input(layer, chosen))
         self.x = x if chosen is None else self.x.index_copy(0, chosen, x)
 
     def _mlp(self, layer: int, piece: LayerWork, x: Tensor) -> Tensor:
@@ -234,6 +241,12 @@ class _Pass:
             return mlps.mixed(normed, layer, opened, lambda some: block.gated(some, weights, runner.shape))
 
         return block.mlp(x, weights, runner.shape, runner.dtype, inside)
+
+    def _input(self, layer: int, chosen: Tensor | None) -> Tensor | None:
+        """The layer's own inputs of the piece's tokens."""
+        if self._inputs is None:
+            return None
+        return self._inputs[:, layer] if chosen is None else self._inputs[chosen, layer]
 
     def _tables(self, layer: int, chosen: Tensor | None) -> tuple[Tensor, Tensor] | None:
         """Cos and sin of the piece's tokens; None for a layer without rotary embedding."""
