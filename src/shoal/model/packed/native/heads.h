@@ -19,7 +19,8 @@ INLINE void rotate(float *x, const float *cos, const float *sin, int half) {
    rounded up to 32, zero-padded. */
 static void ready_head(const ShoalModel *m, const ShoalLayer *layer, const float *all, int head, int heads, const float *norm,
                        int position, float *to) {
-    const int dim = m->head_dim, half = m->rotary_dim / 2;
+    const int dim = layer->head_dim, half = layer->rotary_dim / 2;
+    const int64_t line = (int64_t)position * (m->rotary_dim / 2);
     const float *x = all + head * dim;
     const float scale = !norm ? 1.0f : layer->wide_norms ? inverse_rms(all, heads * dim, m->eps) : inverse_rms(x, dim, m->eps);
     if (norm && layer->wide_norms) norm += head * dim;
@@ -29,7 +30,7 @@ static void ready_head(const ShoalModel *m, const ShoalLayer *layer, const float
         if (norm) v = vf_mul(vf_mul(v, vf_all(scale)), vf_load_some(mask, norm + j));
         vf_store(to + j, v);
     }
-    if (layer->cos) rotate(to, layer->cos + (int64_t)position * half, layer->sin + (int64_t)position * half, half);
+    if (layer->cos) rotate(to, layer->cos + line, layer->sin + line, half);
 }
 
 /* The same for a query: one of a differential pair has its numbers in its own half of a key's dimensions. */
@@ -38,8 +39,8 @@ INLINE void ready_query(const ShoalModel *m, const ShoalLayer *layer, const floa
         ready_head(m, layer, all, head, m->heads, layer->q_norm, position, to);
         return;
     }
-    const int half = m->head_dim / 2;
-    memset(to, 0, 4 * round_up(m->head_dim, 32));
+    const int half = layer->head_dim / 2;
+    memset(to, 0, 4 * round_up(layer->head_dim, 32));
     memcpy(to + head % 2 * half, all + head * half, 4 * half);
 }
 
