@@ -183,6 +183,9 @@ LAYERWISE: dict[str, tuple[str, dict[str, Any]]] = {
                                "num_global_key_value_heads": 1, "final_logit_softcapping": 5.0}),
     "gemma4_small": ("gemma4_text", {**_GROUPED, **_HEAD_DIM, **_SHARES, **_SPOKEN, "num_key_value_heads": 1,
                                      "num_kv_shared_layers": 3, "use_double_wide_mlp": True}),
+    "gemma3n": ("gemma3n_text", {**_GROUPED, **_HEAD_DIM, **_SPOKEN, "sliding_window": WINDOW, "num_kv_shared_layers": 2,
+                                 "layer_types": ["sliding_attention", "full_attention"] * 3, "laurel_rank": 8,
+                                 "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0, 0.0, 0.0]}),
     "gemma4_moe": ("gemma4_text", {**_GROUPED, **_HEAD_DIM, **_SHARES, "enable_moe_block": True, "num_experts": 6,
                                    "top_k_experts": 3, "moe_intermediate_size": 16}),
 }
@@ -273,13 +276,14 @@ def _depth(family: str, model_type: str, layers: int) -> dict[str, Any]:
 def _sharpen(model: PreTrainedModel) -> None:
     """Draws all weights so that each layer counts, attention chooses, and logits have a spread of about 4."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    sharp = model.config.model_type not in ("gemma3n_text", "gemma4_text")  # whose scores have no factor below 1
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, dtype=parameter.dtype)
         inside = re.search(r"\.\d+\.", name)
         if name.endswith("dt_bias"):  # with long steps transformers' chunked recurrences lose digits
             parameter.data = noise
         elif parameter.dim() == 1:
-            parameter.data += 0.1 * noise + bool(re.search(r"[qk]_norm\.weight$", name))
+            parameter.data += 0.1 * noise + sharp * bool(re.search(r"[qk]_norm\.weight$", name))
         elif re.search(r"\b(wpe|embed_positions)\b", name):
             parameter.data = 0.3 * noise
         else:

@@ -29,6 +29,18 @@ def layer_types(config: Any) -> Sequence[str] | None:
     return found
 
 
+def shared_sources(config: Any) -> tuple[int | None, ...]:
+    """Per layer, the one whose keys and values it reads, or None; empty if no layer reads another one's.
+
+    The last `num_kv_shared_layers` read the last layer of their own type before them (Gemma 3n, Gemma 4).
+    """
+    shared, types = int(getattr(config, "num_kv_shared_layers", None) or 0), layer_types(config)
+    if not shared or types is None:
+        return ()
+    own = layers_of(config) - shared
+    return (*[None] * own, *(max(i for i in range(own) if types[i] == kind) for kind in types[own:]))
+
+
 def windows_of(config: Any) -> tuple[int | None, ...]:
     """Sliding window of each layer in positions, or None; from the layer's type, or from the config's single window.
 

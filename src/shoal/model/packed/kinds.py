@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
-from shoal.model.config import layer_types
+from shoal.model.config import layer_types, shared_sources
 
 MixerName = Literal["attention", "differential_attention", "gated_delta", "mamba2", "mamba", "short_conv",
                     "rg_lru", "gated_memory", "lightning", "latent_attention"]
@@ -127,9 +127,8 @@ class ModelKind:
     def sources(self, text: Any) -> tuple[int | None, ...]:
         """For each layer the one that it reads, or None; empty if no layer reads another one."""
         types, kinds = list(layer_types(text) or ()), self.of(text)
-        if shared := getattr(text, "num_kv_shared_layers", 0):  # the last ones read the last of their type before them
-            own = len(kinds) - shared
-            return (*[None] * own, *(max(i for i in range(own) if types[i] == kind) for kind in types[own:]))
+        if shared := shared_sources(text):
+            return shared
         if all(kind.reads is None for kind in kinds):
             return ()
         return tuple(None if kind.reads is None else max(i for i in range(layer) if types[i] == kind.reads)

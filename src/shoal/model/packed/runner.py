@@ -13,7 +13,7 @@ from torch.nn.functional import layer_norm, rms_norm
 from torch.nn.utils.rnn import pad_sequence
 from typing_extensions import override
 
-from shoal.errors import Unsupported, stays_here
+from shoal.errors import stays_here
 from shoal.model.kv.cache import KVCache
 from shoal.model.layers.mixer import Mixer
 from shoal.model.masks import Asker, mask, seq_mask
@@ -29,6 +29,7 @@ from shoal.model.runner import (
     ModelRunner,
     SequenceChunk,
     Start,
+    check_readers,
     lay_vectors,
     mark_shallow,
     opened_in,
@@ -115,16 +116,9 @@ class PackedRunner(ModelRunner):
         return (self.shape.late + self.shape.keeping) / 2
 
     def check_sources(self, chunks: Sequence[SequenceChunk], start: Start | None) -> None:
-        """Refuse plans and starts without the layers whose keys, values or memory others read."""
-        if not self.sources:
-            return
-        for chunk in chunks:
-            if not chunk.plan.is_full:
-                chunk.plan.check_sources(self.sources)
-        first = min(source for source in self.sources if source is not None)
-        if start is not None and start.layer > first:
-            why = f"later layers read what layer {first} computes of the same tokens"
-            raise Unsupported(f"a forward from layer {start.layer} on", why, "Begin no later than there")
+        """See `check_readers`."""
+        if self.sources:
+            check_readers(chunks, self.sources, start)
 
     @override
     @torch.no_grad()
