@@ -186,6 +186,13 @@ LAYERWISE: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3n": ("gemma3n_text", {**_GROUPED, **_HEAD_DIM, **_SPOKEN, "sliding_window": WINDOW, "num_kv_shared_layers": 2,
                                  "layer_types": ["sliding_attention", "full_attention"] * 3, "laurel_rank": 8,
                                  "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0, 0.0, 0.0]}),
+    "llama4": ("llama4_text", {**_GROUPED, **_HEAD_DIM, "attention_chunk_size": WINDOW, "no_rope_layer_interval": 3,
+                               "num_local_experts": 6, "moe_layers": [1, 2, 4], "intermediate_size_mlp": 40,
+                               "attn_scale": 0.3, "floor_scale": 4}),
+    "llama4_top2": ("llama4_text", {**_GROUPED, **_HEAD_DIM, "attention_chunk_size": WINDOW, "use_qk_norm": False,
+                                    "no_rope_layers": [1, 0, 1, 0, 1, 1], "num_local_experts": 4,
+                                    "num_experts_per_tok": 2, "intermediate_size_mlp": 40, "attention_bias": True,
+                                    "attn_temperature_tuning": False}),
     "gemma4_moe": ("gemma4_text", {**_GROUPED, **_HEAD_DIM, **_SHARES, "enable_moe_block": True, "num_experts": 6,
                                    "top_k_experts": 3, "moe_intermediate_size": 16}),
 }

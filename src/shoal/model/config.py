@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from shoal.errors import Unsupported
+from shoal.model.kv.chunk import Chunk
 from shoal.types import MaskedModel
 
 _SLIDING = {"sliding_attention", "hybrid_sliding"}
-_KNOWN = {*_SLIDING, "full_attention", "linear_attention", "conv", "hybrid", "mlp", "moe"}
+_CHUNKED = "chunked_attention"
+_KNOWN = {*_SLIDING, _CHUNKED, "full_attention", "linear_attention", "conv", "hybrid", "mlp", "moe"}
 """Types of layers, as transformers names them. A hybrid layer has attention beside a recurrence."""
 MASKED = ("llama", "qwen2", "qwen3")
 """Model types that are masked-diffusion models if their config has a `mask_token_id`."""
@@ -42,7 +44,7 @@ def shared_sources(config: Any) -> tuple[int | None, ...]:
 
 
 def windows_of(config: Any) -> tuple[int | None, ...]:
-    """Sliding window of each layer in positions, or None; from the layer's type, or from the config's single window.
+    """Sliding window of each layer in positions, a `Chunk`, or None; from the layer's type, or the one in the config.
 
     Raises:
         Unsupported: a layer is of a type that Shoal does not run.
@@ -59,7 +61,9 @@ def windows_of(config: Any) -> tuple[int | None, ...]:
     if unknown:
         raise Unsupported(f"layers of type {', '.join(sorted(unknown))}", f"Shoal runs {', '.join(sorted(_KNOWN))}",
                           "Use a model whose layers are all of these types")
-    return tuple(window if kind in _SLIDING else None for kind in types)
+    size = getattr(config, "attention_chunk_size", None)
+    chunk = None if size is None else Chunk(size)
+    return tuple(window if kind in _SLIDING else chunk if kind == _CHUNKED else None for kind in types)
 
 
 def context_of(config: Any) -> int | None:

@@ -22,6 +22,7 @@ from shoal.model.experts import Opened
 from shoal.model.kv.cache import KVCache
 from shoal.model.kv.layer import KVLayer
 from shoal.model.masks import Asker, mask, reads_apart, seq_mask
+from shoal.model.own_inputs import warmed
 from shoal.model.prepacked import (
     ATTENTION,
     MLP,
@@ -94,6 +95,9 @@ class HFRunner(ModelRunner):
         head_dim = max(dim for _, dim, _ in self.kv_sizes)
         self.score_scale = next((one for one in scales if isinstance(one, float)), max(head_dim, 1) ** -0.5)
         self.score_cap: float | None = getattr(config, "attn_logit_softcapping", None)
+        each = [warmed(layer) for layer in self.parts.layers]
+        self.parts.layers[:] = [layer for layer, _ in each]
+        self._warmed = {layer: queries for layer, (_, queries) in enumerate(each) if queries is not None}
         self._copies: dict[tuple[int, Part, bool], nn.Module] = {}
 
     @cached_property
@@ -208,6 +212,8 @@ class HFRunner(ModelRunner):
             key: identifies the positions in `tables`.
         """
         call = self.parts.calls[layer]
+        if layer in self._warmed:
+            self._warmed[layer].places = places
         arguments = {**call.constants, call.mask: seen}
         if call.cache is not None:
             arguments[call.cache] = cache

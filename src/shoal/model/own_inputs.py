@@ -1,6 +1,6 @@
-"""What Gemma 3n and Gemma 4 do around their layers, by their own modules: inputs of layers' own, alternating updates.
+"""What Gemma 3n and 4 do around their layers, by their own modules: inputs of layers' own, alternating updates.
 
-The probe reads most of a decoder off one forward. This is the rest: inputs that follow from tokens and embeddings, and
+Llama 4's queries are scaled by place. The probe reads most of a decoder off one forward. This is the rest: inputs that follow from tokens and embeddings, and
 in Gemma 3n (AltUp, NeurIPS 2023) a stream of several states per token, of which Shoal makes one long state.
 """
 
@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from shoal.model.prepacked import shallow_copy
 
 LEAST = 1e-5
 """Least mean square by which a projected state is scaled, in Gemma 3n's modules."""
@@ -84,6 +86,36 @@ class AltUp:
 def altup(decoder: Any) -> AltUp | None:
     """The alternating updates of a decoder; None if it has none."""
     return AltUp(decoder) if hasattr(decoder, "altup_unembed_projections") else None
+
+
+class WarmQueries(nn.Module):
+    """The projection of queries with the factor by place that Llama 4's attention would take from its cache.
+
+    Attributes:
+        places: [R, m], of the tokens of the next call.
+    """
+
+    def __init__(self, project: nn.Module, share: float, step: float) -> None:
+        super().__init__()
+        self.project, self._share, self._step = project, share, step
+        self.places = torch.empty(0, 0)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Queries [R, m, heads * head_dim]."""
+        warm = torch.log1p(torch.floor((self.places.float() + 1.0) / self._step)) * self._share + 1.0
+        queries: Tensor = self.project(hidden_states)
+        return (queries * warm[..., None]).to(queries.dtype)
+
+
+def warmed(layer: nn.Module) -> tuple[nn.Module, WarmQueries | None]:
+    """A copy of a layer that asks for places where it would count slots, with what asks; the layer if it does not."""
+    attention: Any = layer._modules.get("self_attn")
+    if not getattr(attention, "attn_temperature_tuning", False) or attention.use_rope:
+        return layer, None
+    queries = WarmQueries(attention.q_proj, attention.attn_scale, attention.floor_scale)
+    copied = shallow_copy(attention, {"q_proj": queries})
+    copied.attn_temperature_tuning = False
+    return shallow_copy(layer, {"self_attn": copied}), queries
 
 
 def _as_large(states: Sequence[Tensor]) -> list[Tensor]:

@@ -149,6 +149,7 @@ class Mixture(Generic[M]):
         gate_up_bias, down_bias: [count, 2 width] and [count, hidden], or None.
         factors: [count], of the weights once they are normalised, or None.
         apart: norms of their own, if they read states; or None.
+        into: whether weights are factors of what experts read, not of what they give (Llama 4).
     """
 
     routing: Routing
@@ -166,6 +167,7 @@ class Mixture(Generic[M]):
     down_bias: Tensor | None = None
     factors: Tensor | None = None
     apart: Apart | None = None
+    into: bool = False
 
     def __call__(self, x: Tensor, dtype: torch.dtype, beside: Tensor | None = None) -> Tensor:
         """Outputs [n, hidden] for inputs [n, hidden], both in float32 or float64; normed but for experts `apart`.
@@ -200,9 +202,11 @@ class Mixture(Generic[M]):
         """Add what experts give for `narrow` to `out`."""
         for expert in chosen.unique().tolist():
             token, place = (chosen == expert).nonzero(as_tuple=True)
-            given = _plus(self.gate_up[expert](narrow[token]), self.gate_up_bias, expert)
+            own, read = weights[token, place, None], narrow[token]
+            read = (read * own).to(read.dtype) if self.into else read
+            given = _plus(self.gate_up[expert](read), self.gate_up_bias, expert)
             found = _plus(self.down[expert](self._neurons(given)), self.down_bias, expert).to(out.dtype)
-            out.index_add_(0, token, found * weights[token, place, None])
+            out.index_add_(0, token, found if self.into else found * own)
         return out
 
     def _neurons(self, inputs: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from shoal.model.packed.runner import PackedRunner
 from shoal.model.packed.shape import REMEDY, RotaryTable, shape_of
 from shoal.model.packed.source import (
     PUBLISHED,
+    ExpertsByColumns,
     ExpertsByRows,
     FewerLayers,
     GatesBelow,
@@ -159,6 +160,8 @@ def build(
         source = _apart(config.get_text_config(), source)
     if config.get_text_config().model_type == "gpt_oss" and not isinstance(file, GgufSource):
         source = ExpertsByRows(source)
+    if config.get_text_config().model_type == "llama4_text" and not isinstance(file, GgufSource):
+        source = ExpertsByColumns(source)
     if config.model_type in PUBLISHED and not isinstance(plain, ModelSource | GgufSource):
         source = PublishedNames(source, PUBLISHED[config.model_type])
     if not isinstance(plain, ModelSource):  # a loaded model needs no check

@@ -63,6 +63,7 @@ class ExpertKind:
         plain: whether experts, and the MLP beside them, have no gate.
         latent: numbers that experts read and give, by config; 0 for those of a state.
         clamped: the gated unit, by config, if it is not an activation of the gate times up.
+        into: whether weights are factors of what experts read, not of what they give.
     """
 
     names: ExpertNames
@@ -74,6 +75,7 @@ class ExpertKind:
     plain: bool = False
     latent: Callable[[Any], int] = lambda text: 0
     clamped: Callable[[Any], ClampedUnit | None] = lambda text: None
+    into: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,7 @@ class ExpertShape:
         biased, gated: whether there are a bias of the choice, and a gate of the MLP beside.
         plain, latent: see `ExpertKind`.
         clamped: the gated unit, or None.
+        into: see `ExpertKind`.
     """
 
     names: ExpertNames
@@ -96,6 +99,7 @@ class ExpertShape:
     plain: bool = False
     latent: int = 0
     clamped: ClampedUnit | None = None
+    into: bool = False
 
 
 def expert_shape(text: Any) -> ExpertShape | None:
@@ -104,7 +108,8 @@ def expert_shape(text: Any) -> ExpertShape | None:
     if kind is None or not any(kind.has(text, layer) for layer in range(text.num_hidden_layers)):
         return None
     return ExpertShape(kind.names, kind.routing(text), kind.width(text), kind.biased(text),
-                       kind.names.shared_gate is not None, kind.plain, kind.latent(text), kind.clamped(text))
+                       kind.names.shared_gate is not None, kind.plain, kind.latent(text), kind.clamped(text),
+                       kind.into)
 
 
 def with_experts(
@@ -225,7 +230,16 @@ _GEMMA4 = ExpertNames(
     apart_by=("router.scale", "router.per_expert_scale", "pre_feedforward_layernorm_2.weight",
               "post_feedforward_layernorm_1.weight", "post_feedforward_layernorm_2.weight"))
 
+_LLAMA4 = ExpertNames(
+    ("feed_forward.router.weight",), (("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"),),
+    ("feed_forward.experts.{}.gate_proj.weight", "feed_forward.experts.{}.up_proj.weight",
+     "feed_forward.experts.{}.down_proj.weight"), shared="feed_forward.shared_expert.")
+
 EXPERTS: Mapping[str, ExpertKind] = MappingProxyType({
+    "llama4_text": ExpertKind(
+        _LLAMA4, lambda text: Routing(text.num_local_experts, text.num_experts_per_tok, sigmoid=True, normalised=False),
+        lambda text, layer: layer in text.moe_layers, width=lambda text: int(text.intermediate_size),
+        shared=lambda text: int(text.intermediate_size), into=True),
     "gemma4_text": ExpertKind(
         _GEMMA4, lambda text: Routing(text.num_experts, text.top_k_experts),
         lambda text, layer: bool(text.enable_moe_block), shared=lambda text: int(text.intermediate_size)),

@@ -175,6 +175,7 @@ MIXTURES: Mapping[str, ModelKind] = MappingProxyType({
     **dict.fromkeys(("qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "granitemoe", "glm4_moe", "ernie4_5_moe", "gpt_oss"),
                     ModelKind()),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), _LATENT),
+    "llama4_text": ModelKind(names=Names(mlp="feed_forward.")),
 })
 """Model types whose layers are attention and experts, or in some layers a gated MLP."""
 

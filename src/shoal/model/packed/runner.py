@@ -159,6 +159,11 @@ class PackedRunner(ModelRunner):
         return block.scaled_logits(self.weights.head(self.normed(hidden)), self.shape)
 
 
+def warmth(places: Tensor, share: float, step: float) -> Tensor:
+    """Factors of queries at places, float32; see `Shape.warmth`."""
+    return torch.log1p(torch.floor((places.float() + 1.0) / step)) * share + 1.0
+
+
 class _Pass:
     """One forward in progress: the residual stream [T, hidden] of the tokens of all chunks, one after the other."""
 
@@ -171,6 +176,7 @@ class _Pass:
         places = [place for chunk in chunks for place in chunk.positions(cache.positions[chunk.seq])]
         runner.rotary.reach(max(places) + 1)
         where = torch.tensor(places, device=runner.device)
+        self._warm = None if runner.shape.warmth is None else warmth(where, *runner.shape.warmth)
         self.tables = list(zip(runner.rotary.cos[:, where], runner.rotary.sin[:, where], strict=True))
         self.sizes = [len(chunk.tokens) for chunk in chunks]
         makes, self._inputs = runner.weights.inputs, None
@@ -201,7 +207,7 @@ class _Pass:
                 tables = self._tables(layer, chosen)
                 parts.append(block.attention(
                     x, weights, runner.shape, runner.dtype, tables,
-                    lambda q, k, v: self._attend(layer, piece, q, *((None, None) if stored else (k, v)))
+                    lambda q, k, v: self._attend(layer, piece, self._warmed(layer, chosen, q), *((None, None) if stored else (k, v)))
                 ))
             if weights.mixer is not None:
                 parts.append(block.recurrence(
@@ -235,6 +241,12 @@ class _Pass:
             return mlps.mixed(normed, layer, opened, lambda some: block.gated(some, weights, runner.shape))
 
         return block.mlp(x, weights, runner.shape, runner.dtype, inside)
+
+    def _warmed(self, layer: int, chosen: Tensor | None, q: Tensor) -> Tensor:
+        """Queries [T, heads, head_dim] of the piece's tokens, scaled by their places where the layer does so."""
+        if self._warm is None or self.runner.shape.rotary[layer] is not None:
+            return q
+        return (q * (self._warm if chosen is None else self._warm[chosen])[:, None, None]).to(q.dtype)
 
     def _input(self, layer: int, chosen: Tensor | None) -> Tensor | None:
         """The layer's own inputs of the piece's tokens."""

@@ -38,7 +38,7 @@ _MOVING_ROPE = ("dynamic", "longrope")
 _GEMMA = ("gemma", "gemma2", "gemma3_text")
 _GEMMA_SCALED = (*_GEMMA, "gemma4_text")
 """Model types whose embeddings are multiplied by the root of their size."""
-_INTERLEAVED = ("glm", "glm4", "helium", "ernie4_5_moe")
+_INTERLEAVED = ("glm", "glm4", "helium", "ernie4_5_moe", "llama4_text")
 _CENTRED = (*_GEMMA, "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "recurrent_gemma")
 """Model types whose norm weights are stored minus 1."""
 REMEDY = 'Use backend="hf", which runs the model\'s own modules'
@@ -102,6 +102,9 @@ class Shape:
             `head_dim` and `rotary_dim` are the most of all layers.
         value_norms: whether values are normalised too, without a weight.
         layer_scales: whether a layer's outputs, states and all, are multiplied by a number of its own.
+        unit_heads: whether q and k are divided by the root of their mean square where they are rotated.
+        warmth: of queries that are not rotated, which are multiplied by 1 + share * log(1 + floor((place + 1) / step)):
+            the share and the step (Llama 4, arXiv 2501.19399); or None.
         layer_input: numbers of a token's input to each layer, see `shoal.model.layers.layer_inputs`; 0: there is none.
     """
 
@@ -144,6 +147,8 @@ class Shape:
     value_norms: bool = False
     layer_scales: bool = False
     layer_input: int = 0
+    unit_heads: bool = False
+    warmth: tuple[float, float] | None = None
 
     def heads_of(self, layer: int) -> HeadSizes:
         """Sizes of a layer's attention."""
@@ -203,7 +208,7 @@ class Shape:
         """Whether every layer is attention and a gated MLP as Llama has them, as the kernels for GPUs need it."""
         whole = all(kind.mixers == _PLAIN.mixers and kind.gated_mlp and not kind.experts for kind in self.kinds)
         whole = whole and not self.layer_norms and not self.sources and self.kept is None and self.latent is None
-        whole = whole and not (self.sizes or self.value_norms or self.layer_scales or self.layer_input)
+        whole = whole and not (self.unit_heads or self.warmth or self.sizes or self.value_norms or self.layer_scales or self.layer_input)
         return whole and not self.gate_rows and self.gate_scale == 1.0 and self.out_scales == (1.0, 1.0, 1.0)
 
     @property
@@ -292,6 +297,9 @@ def shape_of(config: Any, dtype: torch.dtype = torch.float64) -> Shape:
         layer_scales=MODELS[text.model_type].layer_scales,
         layer_input=int(getattr(text, "hidden_size_per_layer_input", None) or 0),
     )
+    if text.model_type == "llama4_text":
+        warmth = (float(text.attn_scale), float(text.floor_scale)) if text.attn_temperature_tuning else None
+        return replace(shape, unit_heads=bool(text.use_qk_norm), warmth=warmth)
     if text.model_type == "gemma4_text":
         return replace(shape, **_gemma4(text, shape))
     return replace(shape, **_special(text, shape)) if text.model_type in HYBRIDS else shape
@@ -301,6 +309,8 @@ def _dense(text: Any, kinds: tuple[LayerKind, ...]) -> tuple[tuple[LayerKind, ..
     """The kinds of a model's layers, and the widths of their MLPs if none had experts."""
     dense = any(kind.feeds for kind in kinds) and hasattr(text, "intermediate_size")
     widths = widths_of(text) if dense else (0,) * len(kinds)
+    if text.model_type == "llama4_text":  # the other width is that of experts
+        widths = (int(text.intermediate_size_mlp),) * len(kinds)
     return kinds, tuple(width if kind.feeds else 0 for kind, width in zip(kinds, widths, strict=True))
 
 

@@ -245,6 +245,16 @@ class ExpertsByRows(ChangedSource):
         return found
 
 
+class ExpertsByColumns(ChangedSource):
+    """Llama 4's experts as those of other models: checkpoints and modules have columns for outputs."""
+
+    _MATRICES = ("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj")
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self._source[name]
+        return tensor.mT if name.endswith(self._MATRICES) else tensor
+
+
 def _apart(by_turns: Tensor) -> Tensor:
     """Rows [experts, rows, ..] of two matrices, by turns, as one above the other."""
     return torch.cat([by_turns[:, ::2], by_turns[:, 1::2]], 1)

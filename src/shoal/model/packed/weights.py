@@ -432,6 +432,8 @@ class Packer:
             layer.sizes = sizes
         layer.q_norm, layer.k_norm = (self._head_norm(f"{name}{norm}.weight", width, sizes.head_dim)
                                       for norm, width in zip(shape.names.head_norms, (query, key), strict=True))
+        if shape.unit_heads and shape.rotary[index] is not None:
+            layer.q_norm = layer.k_norm = torch.ones(sizes.head_dim, dtype=self._vectors, device=self._device)
         if shape.source(index) is not None:  # files may have what nobody reads
             layer.k_norm = None
         layer.qkv_bias = self._joined_bias(qkv)
@@ -514,7 +516,7 @@ class Packer:
             None if names.router_bias is None else self.vector(layer + names.router_bias, routing.count),
             *(self._biases(layer, forms, routing.count, rows)
               for forms, rows in zip(names.biases, (2 * shape.width, hidden), strict=False)),
-            **self._apart(layer, names, routing.count),
+            **self._apart(layer, names, routing.count), into=shape.into,
         )
 
     def _apart(self, layer: str, names: ExpertNames, count: int) -> dict[str, Any]:

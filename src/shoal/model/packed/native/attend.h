@@ -235,7 +235,7 @@ static void ask_for_slots(const Worker *w, int entry, const Chosen *c) {
     float line[MAX_HEAD_DIM] ALIGNED;
     for (int k = w->id; k < c->count * m->heads; k += w->threads) {
         const int i = k / m->heads, head = k % m->heads, t = c->token[i];
-        ready_head(m, m->layers + number, r->qkv + i * r->qkv_line, head, m->heads, m->layers[number].q_norm, r->b->position[t], line);
+        ready_query(m, m->layers + number, r->qkv + i * r->qkv_line, head, r->b->position[t], line);
         memcpy(r->b->queries + ((int64_t)t * m->heads + head) * m->head_dim, line, 4ll * m->head_dim);
     }
     meet(&r->team, w->id);

@@ -162,7 +162,7 @@ INLINE int pairs_of(const Lot *lot) { return lot->gate_up->paired ? lot->gate_up
 static void gate_pairs(const Worker *w, const Lot *lot, const Chosen *c, int first, int last) {
     Neurons at = {.ffn = lot->down->cols, .first = lot->first, .line = round_up(lot->down->cols, LANES)};
     const int plain = !lot->gate_up->paired && !lot->gate_up[1].rows, unit = plain ? 1 : 2;
-    if (lot->of) at.limit = lot->of->limit, at.alpha = lot->of->alpha;
+    if (lot->of) at.limit = lot->of->limit, at.alpha = lot->of->alpha, at.factors = lot->of->into ? lot->factor : NULL;
     if (!lot->gate_up->paired && !plain) multiply_sides(w, lot->gate_up, c, lot->gate_up_bias, first, last, finish_gated, &at);
     else for (int block = unit * first, count; block < unit * last; block += count) {
         count = min_int(unit * last - block, PANEL - block % PANEL);
@@ -223,7 +223,7 @@ static void down_lots(Worker *w, Finish *finish) {
     Chosen c;
     for (int first, taken; (first = take(&w->run->team, w->id, 0, l->lot->down->blocks, PANEL, &taken)) >= 0;)
         for (const Lot *lot = l->lot; lot < l->lot + l->count; lot++) {
-            c.count = lot->count, w->factors = lot->factor;
+            c.count = lot->count, w->factors = lot->of && lot->of->into ? NULL : lot->factor;
             memcpy(c.token, lot->token, sizeof(int) * c.count);
             for (int block = first, count; block < first + taken; block += count) {
                 count = min_int(first + taken - block, PANEL - block % PANEL);

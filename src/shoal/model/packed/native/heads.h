@@ -33,10 +33,17 @@ static void ready_head(const ShoalModel *m, const ShoalLayer *layer, const float
     if (layer->cos) rotate(to, layer->cos + line, layer->sin + line, half);
 }
 
+/* The factor of queries at a position where they are scaled by it (Llama 4, arXiv 2501.19399). */
+INLINE float warmth(const ShoalLayer *layer, int position) {
+    return log1pf(floorf(((float)position + 1.0f) / layer->warm_step)) * layer->warm_share + 1.0f;
+}
+
 /* The same for a query: one of a differential pair has its numbers in its own half of a key's dimensions. */
 INLINE void ready_query(const ShoalModel *m, const ShoalLayer *layer, const float *all, int head, int position, float *to) {
     if (!m->differential) {
         ready_head(m, layer, all, head, m->heads, layer->q_norm, position, to);
+        const Vf warm = vf_all(layer->warm_step > 0 ? warmth(layer, position) : 1.0f);
+        for (int j = 0; layer->warm_step > 0 && j < round_up(layer->head_dim, 32); j += LANES) vf_store(to + j, vf_mul(vf_load(to + j), warm));
         return;
     }
     const int half = layer->head_dim / 2;

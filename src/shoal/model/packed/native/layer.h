@@ -196,6 +196,7 @@ typedef struct {
     int ffn;
     int64_t first, line;
     float limit, alpha; /* of a clamped unit, see ShoalExperts */
+    const float *factors; /* of what each line reads; or NULL */
 } Neurons;
 
 INLINE Vf clamped_unit(const Neurons *n, Vf gate, Vf up) {
@@ -234,6 +235,7 @@ static void finish_gated(const Worker *w, const Chosen *c, const float *bias, in
             const int row = (block + b) / 2 * LANES;
             Vf gate = vf_mul(result(w, c, bias, row, ffn, b, i), vf_all(r->m->gate_scale));
             Vf up = result(w, c, bias ? bias + ffn : NULL, row, ffn, b + 1, i);
+            if (at.factors) gate = vf_mul(gate, vf_all(at.factors[i])), up = vf_mul(up, vf_all(at.factors[i]));
             const Vf out = at.limit > 0 ? clamped_unit(&at, gate, up) : vf_mul(activated(r->m->activation, gate), up);
             vf_store(hidden + c->token[i] * at.line + row, out);
         }

@@ -57,8 +57,8 @@ class ExpertsStruct(ctypes.Structure):
         ("router", Weight), ("parts", POINTER(Weight)), ("narrow", Weight), ("widen", Weight), ("bias", c_void_p),
         ("router_bias", c_void_p), ("gate_up_bias", c_void_p), ("down_bias", c_void_p), ("count", c_int32),
         ("top", c_int32), ("groups", c_int32), ("top_groups", c_int32), ("best", c_int32), ("sigmoid", c_int32),
-        ("normalised", c_int32), ("gated", c_int32), ("added", c_float), ("least", c_float), ("scale", c_float),
-        ("factors", c_void_p), ("router_norm", c_void_p), ("inputs_norm", c_void_p), ("beside_norm", c_void_p),
+        ("normalised", c_int32), ("gated", c_int32), ("into", c_int32), ("added", c_float), ("least", c_float),
+        ("scale", c_float), ("factors", c_void_p), ("router_norm", c_void_p), ("inputs_norm", c_void_p), ("beside_norm", c_void_p),
         ("out_norm", c_void_p), ("limit", c_float), ("alpha", c_float),
     ]
 
@@ -82,7 +82,8 @@ class LayerStruct(ctypes.Structure):
         ("experts", POINTER(ExpertsStruct)), ("attention_norm_bias", c_void_p), ("mlp_norm_bias", c_void_p),
         ("pair_norm", c_void_p), ("pair_share", c_float), ("reads", c_int32), ("memory_unit", c_int32),
         ("sinks", c_void_p), ("kv_heads", c_int32), ("head_dim", c_int32), ("rotary_dim", c_int32),
-        ("value_norm", c_int32), ("keys_are_values", c_int32), ("scale", c_float), ("input_gate", Weight),
+        ("value_norm", c_int32), ("chunked", c_int32), ("warm_share", c_float), ("warm_step", c_float),
+        ("keys_are_values", c_int32), ("scale", c_float), ("input_gate", Weight),
         ("input_out", Weight), ("input_out_norm", c_void_p),
     ]
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shoal.model.experts import ExpertMLPs
+from shoal.model.kv.chunk import Chunk
 from shoal.model.layers.experts import Mixture
 from shoal.model.layers.gated_delta import GatedDelta
 from shoal.model.layers.gated_memory import GatedMemory
@@ -382,6 +383,9 @@ class NativeModel:
         (struct.kv_heads, struct.head_dim), struct.rotary_dim = shape.keys, sizes.rotary_dim
         if shape.sizes:
             struct.kv_heads, struct.head_dim = sizes.kv_heads, sizes.head_dim
+        struct.chunked = isinstance(shape.windows[index], Chunk)
+        if shape.warmth is not None and shape.rotary[index] is None:
+            struct.warm_share, struct.warm_step = shape.warmth
         struct.value_norm, struct.keys_are_values, struct.scale = shape.value_norms, not sizes.own_values, layer.scale
         struct.reads = 0 if source is None else source + 1
         if layer.latent is not None:
@@ -482,7 +486,7 @@ class NativeModel:
         if routing.count > MAX_EXPERTS or not len(experts.gate_up) == len(experts.down) == routing.count:
             raise ValueError(f"{len(experts.gate_up)} and {len(experts.down)} matrices of {routing.count} experts; "
                              f"there must be as many of each, and at most {MAX_EXPERTS}")
-        struct = ExpertsStruct(**{name: getattr(routing, name) for name in _ROUTING}, gated=experts.gated)
+        struct = ExpertsStruct(**{name: getattr(routing, name) for name in _ROUTING}, gated=experts.gated, into=experts.into)
         struct.router = self._matrix("router", experts.router, routing.count + experts.gated, hidden)
         struct.bias = self._vector("the bias of the router", experts.bias, routing.count)
         parts, size, narrow = (Weight * (3 * routing.count))(), experts.down[0].rows, 0

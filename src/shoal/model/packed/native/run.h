@@ -172,6 +172,7 @@ INLINE int slot_of(const ShoalBatch *b, int t, int stored, int place) {
 
 /* The first slot that a token sees. */
 INLINE int first_slot(const ShoalLayer *layer, int position, int start) {
+    if (layer->chunked) return max_int(0, position / layer->window * layer->window - start);
     return layer->window ? max_int(0, position - layer->window + 1 - start) : 0;
 }
 

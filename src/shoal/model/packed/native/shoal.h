@@ -83,6 +83,7 @@ typedef struct {
     int32_t groups, top_groups; /* equal groups of experts, and how many of them a token's experts are of */
     int32_t best;             /* by how many of its best experts a group counts: 1 or 2 */
     int32_t sigmoid, normalised, gated;
+    int32_t into; /* whether weights are factors of what experts read, not of what they give */
     float added, least, scale; /* scale: of the weights */
     const float *factors; /* [count], of the weights once they are normalised; or NULL */
     const float *router_norm, *inputs_norm, *beside_norm, *out_norm; /* [hidden], of experts that read the states through norms of their
@@ -122,6 +123,8 @@ typedef struct {
     const float *sinks;     /* [heads], further scores of the softmax, which belong to no slot; or NULL */
     int32_t kv_heads, head_dim, rotary_dim; /* of this layer's keys */
     int32_t value_norm;     /* whether values are normalised, without a weight */
+    int32_t chunked;        /* whether the window is of chunks: it begins anew at multiples of its size */
+    float warm_share, warm_step; /* of queries, see warmth(); or a step of 0 */
     int32_t keys_are_values; /* whether values are the projected keys, before their norm and rotation */
     float scale;            /* of the layer's outputs, states and all */
     ShoalWeight input_gate, input_out; /* of the layer's own input, see layer_inputs.h; or no rows */
