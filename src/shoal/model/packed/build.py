@@ -121,7 +121,7 @@ class NativeFilePacker:
 
 
 def file_packer(
-    source: GgufSource, dtype: torch.dtype, kernels: bool, ordered: GatesBelow | LatentRows | None
+    source: GgufSource, dtype: torch.dtype, kernels: bool, ordered: GatesBelow | HalvesPaired | LatentRows | None
 ) -> tuple[PackFile, Repacked | None]:
     """The packer of a file's matrices, and what keeps repacked ones on disk: call its `finish` when all are packed."""
     def read(name: str) -> Blocks:
@@ -167,9 +167,9 @@ def build(
     if not isinstance(plain, ModelSource):  # a loaded model needs no check
         check_unquantised(config)
         check_names(config, shape, source)
+    ordered: GatesBelow | HalvesPaired | LatentRows | None = None
     if shape.interleaved:
-        source = HalvesPaired(source, shape.head_dim, shape.rotary_dim)
-    ordered: GatesBelow | LatentRows | None = None
+        source = ordered = HalvesPaired(source, shape.head_dim, shape.rotary_dim)
     if shape.gated_attention:
         source = ordered = GatesBelow(source, shape.head_dim)
     if shape.latent is not None:

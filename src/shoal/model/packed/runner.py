@@ -207,7 +207,8 @@ class _Pass:
                 tables = self._tables(layer, chosen)
                 parts.append(block.attention(
                     x, weights, runner.shape, runner.dtype, tables,
-                    lambda q, k, v: self._attend(layer, piece, self._warmed(layer, chosen, q), *((None, None) if stored else (k, v)))
+                    lambda q, k, v: self._attend(layer, piece, self._warmed(layer, chosen, q),
+                                                 *((None, None) if stored else (k, v)))
                 ))
             if weights.mixer is not None:
                 parts.append(block.recurrence(

@@ -22,6 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING a
 
 from shoal.errors import Unsupported
 from shoal.model.config import widths_of, windows_of
+from shoal.model.kv.chunk import Chunk
 from shoal.model.layers.latent import LatentSizes
 from shoal.model.packed.experts import ExpertShape, expert_shape, with_experts
 from shoal.model.packed.kinds import HYBRIDS, MIXTURES, MODELS, LayerKind, Names
@@ -208,7 +209,8 @@ class Shape:
         """Whether every layer is attention and a gated MLP as Llama has them, as the kernels for GPUs need it."""
         whole = all(kind.mixers == _PLAIN.mixers and kind.gated_mlp and not kind.experts for kind in self.kinds)
         whole = whole and not self.layer_norms and not self.sources and self.kept is None and self.latent is None
-        whole = whole and not (self.unit_heads or self.warmth or self.sizes or self.value_norms or self.layer_scales or self.layer_input)
+        whole = whole and not (self.sizes or self.value_norms or self.layer_scales or self.layer_input)
+        whole = whole and not (self.unit_heads or self.warmth or any(isinstance(one, Chunk) for one in self.windows))
         return whole and not self.gate_rows and self.gate_scale == 1.0 and self.out_scales == (1.0, 1.0, 1.0)
 
     @property

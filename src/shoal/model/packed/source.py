@@ -165,10 +165,14 @@ class HalvesPaired(ChangedSource):
 
     def __getitem__(self, name: str) -> Tensor:
         tensor = self._source[name]
-        if name.split(".")[-2] not in ("q_proj", "k_proj") or len(tensor) % self._head_dim:
-            return tensor
-        heads = tensor.view(-1, self._head_dim, *tensor.shape[1:])
-        return heads[:, self._order].flatten(0, 1)
+        order = self.order(name, len(tensor) if tensor.dim() else 0)
+        return tensor if order is None else tensor[order]
+
+    def order(self, name: str, rows: int) -> Tensor | None:
+        """The rows of a matrix in the packed block's order; None if it is neither q nor k."""
+        if name.split(".")[-2] not in ("q_proj", "k_proj") or rows % self._head_dim:
+            return None
+        return torch.arange(rows).view(-1, self._head_dim)[:, self._order].flatten()
 
 
 class GatesBelow(ChangedSource):

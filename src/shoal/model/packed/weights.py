@@ -142,7 +142,8 @@ def _block(text: Any, shape: Shape, layer: int) -> Iterator[Forms]:
     if kind.recurrence is not None:
         yield from (_one(names.mixer + name) for name in FORMS[kind.recurrence].sizes(text))
     if kind.attends and (model in _HEAD_NORMS or (model == "glm4_moe" and text.use_qk_norm)):
-        yield from (_one(f"{attention}{norm}.weight") for norm in names.head_norms[: 2 - bool(shape.source(layer))])
+        own_norms = names.head_norms[: 2 if shape.source(layer) is None else 1]
+        yield from (_one(f"{attention}{norm}.weight") for norm in own_norms)
     if shape.layer_input:
         yield from (_one(f"{name}.weight") for name in (_INPUT_GATE, _INPUT_OUT, _INPUT_NORM))
     if shape.layer_scales:
