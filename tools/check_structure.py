@@ -34,14 +34,15 @@ VAGUE = ("words",)
 CONFIGS = ("vocab_size",)
 """Names that components share with transformers' configs, which are looked up."""
 
-MOST_CORE_LINES = 40_540
+MOST_CORE_LINES = 41_140
 """2,680: recurrent layers; 990: experts; 330: plain steps; 410: prefixes in place; 610: SambaY; 730: latent attention,
 channel-wise gates of two matrices and lightning attention, seven model types, their GGUF files and published names;
-560: all GGUF types, models in parts, gpt-oss; 40: orders and cards by kind of layer."""
-MOST_CORE_FILES = 261  # 20 of them: recurrent layers; 3: experts; 4: SambaY; 3: latent attention; 3: GGUF types, parts
-MOST_LAB_LINES = 39_910
+560: all GGUF types, models in parts, gpt-oss; 40: orders and cards by kind of layer; 530: safetensors in the numbers
+of five tools; 70: plain steps under a drafter that rests, old copies of weights removed."""
+MOST_CORE_FILES = 265  # 20: recurrent layers; 3: experts; 4: SambaY; 3: latent attention; 7: GGUF, other tools
+MOST_LAB_LINES = 40_110
 """Of the package, benchmarks and tools. 392 more: plan and members; 127: two checkouts; 350: hybrids, prefixes; 620:
-training hybrids."""
+training hybrids; 200: files of mixtures."""
 MOST_IN_FOLDER = 20
 MOST_CLASSES = 74  # each kind of part and of cache layer is a class, with its defaults; protocols keep circles out
 """Classes and protocols in the modules that the decoding loop imports, however indirectly."""

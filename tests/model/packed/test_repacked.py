@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -136,3 +139,37 @@ def test_what_a_killed_process_left_is_removed(file: Path) -> None:
     os.utime(left, (1, 1))
     load(file)
     assert not left.exists()
+
+
+def age(folder: Path, days: float) -> None:
+    """Let the last start that used a copy lie so long ago."""
+    then = time.time() - days * 24 * 3600
+    os.utime(folder / "index.json", (then, then))
+
+
+def test_copies_that_no_start_uses_are_removed(file: Path, tmp_path: Path) -> None:
+    load(file)
+    (old,), other = folders(), tmp_path / "other.gguf"
+    other.write_bytes(b"other bytes")
+    age(old, 29)
+    load(other)
+    assert old.exists() and len(folders()) == 2
+    age(old, 29)
+    assert load(file)[1] == []  # which uses it
+    age(new := next(one for one in folders() if one != old), 31)
+    other.write_bytes(b"third bytes")
+    load(other)
+    assert old.exists() and not new.exists()
+
+
+def test_the_oldest_copy_makes_room(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    others = [tmp_path / f"{number}.gguf" for number in range(2)]
+    for number, other in enumerate(others):
+        other.write_bytes(bytes([number]))
+        load(other)
+        age(next(one for one in folders() if (one / "index.json").stat().st_mtime > time.time() - 9), 2 - number)
+    first, second = sorted(folders(), key=lambda one: (one / "index.json").stat().st_mtime)
+    free = iter([1 << 20, 1 << 40])
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=next(free)))
+    assert right(load(file)[0])
+    assert not first.exists() and second.exists()

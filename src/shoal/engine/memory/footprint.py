@@ -253,11 +253,12 @@ def weights_on_disk(place: str, dtype: torch.dtype, quant: Quant | None) -> int:
 
 
 def _bits(path: Path, bits: int) -> int:
-    """Bits of the numbers in a safetensors file, by its header, with so many for each; bytes are blocks of numbers."""
+    """Bits of the numbers in a safetensors file, by its header, with so many each; bytes and integers hold more."""
     try:
         with safe_open(path, "pt") as file:
+            widths = {"U8": min(bits, 8), "I32": 32}
             parts = [file.get_slice(name) for name in file.keys()]  # noqa: SIM118
-            return sum(prod(one.get_shape()) * (min(bits, 8) if one.get_dtype() == "U8" else bits) for one in parts)
+            return sum(prod(one.get_shape()) * widths.get(one.get_dtype(), bits) for one in parts)
     except (OSError, SafetensorError):  # loading the file says what is wrong
         return 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -15,7 +16,7 @@ from shoal.errors import Unsupported
 from shoal.heap import available
 from shoal.model.gguf.blocks import Blocks
 from shoal.model.gguf.source import GgufSource
-from shoal.model.modules import quantised_by
+from shoal.model.modules import check_quantised, quantised_by
 from shoal.model.packed import native
 from shoal.model.packed.kinds import HYBRIDS, MIXTURES
 from shoal.model.packed.latent import LatentRows
@@ -29,6 +30,7 @@ from shoal.model.packed.source import (
     ExpertsByColumns,
     ExpertsByRows,
     FewerLayers,
+    FileSource,
     GatesBelow,
     HalvesPaired,
     KeyHeadsApart,
@@ -36,7 +38,9 @@ from shoal.model.packed.source import (
     PublishedNames,
     Source,
 )
-from shoal.model.packed.weights import DTYPES, Pack, Packer, PackFile, Role, check_names
+from shoal.model.packed.weights import DTYPES, Pack, PackBlocks, Packer, PackFile, Role, check_names
+from shoal.model.quantised.forms import FORMS, settings
+from shoal.model.quantised.source import QuantisedSource
 from shoal.model.sambay import OWN_CONFIGS
 
 log = logging.getLogger(__name__)
@@ -66,6 +70,31 @@ class TorchFilePacker:
             return Dense(whole, indexed=role == "table")
         parts = [Blocked(part, self._dtype) for part in blocks]
         return parts[0] if len(parts) == 1 else Stacked(parts)
+
+
+class QuantisedPacker:
+    """Packs what a checkpoint has in the numbers of another tool as blocks of the same numbers, where there are such.
+
+    Attributes:
+        counts: matrices by what they are held as.
+    """
+
+    def __init__(self, source: QuantisedSource, dtype: torch.dtype, pack: PackBlocks | None) -> None:
+        self._source, self._pack, self._dtype, self.counts = source, pack, dtype, Counter[str]()
+
+    def __call__(self, names: Sequence[str], role: Role) -> Linear | None:
+        """Pack the matrices of these names, one above the other, for their role; None if they are packed as numbers."""
+        quantised = sum(map(self._source.is_quantised, names))
+        blocks = self._source.blocks(names) if self._pack is not None else None
+        self.counts[str(self._dtype) if blocks is None else blocks.type.name] += quantised
+        return None if blocks is None or self._pack is None else self._pack(blocks, role)
+
+    def tell(self, tool: str) -> None:
+        """Log what became of the matrices."""
+        held = ", ".join(f"{count} as {form}" for form, count in sorted(self.counts.items()) if count)
+        log.log(logging.WARNING if self.counts[str(self._dtype)] else logging.INFO,
+                "matrices that %s has quantised are held in another form: %s%s", tool, held,
+                "" if not self.counts[str(self._dtype)] else ", into which they were dequantised")
 
 
 def fits(wanted: int) -> bool:
@@ -155,6 +184,10 @@ def build(
     """
     shape = shape_of(config, dtype)
     check(dtype, quant)
+    tool, numbers = quantised_by(config), None
+    if tool in FORMS and isinstance(source, FileSource):
+        check_quantised(config, source.types())
+        source = numbers = QuantisedSource(source, settings(config))
     file, plain = source.source if isinstance(source, FewerLayers) else source, source
     if config.get_text_config().model_type == "qwen3_next" and not isinstance(file, GgufSource):
         source = _apart(config.get_text_config(), source)
@@ -165,7 +198,8 @@ def build(
     if config.model_type in PUBLISHED and not isinstance(plain, ModelSource | GgufSource):
         source = PublishedNames(source, PUBLISHED[config.model_type])
     if not isinstance(plain, ModelSource):  # a loaded model needs no check
-        check_unquantised(config)
+        if numbers is None:
+            check_unquantised(config)
         check_names(config, shape, source)
     ordered: GatesBelow | HalvesPaired | LatentRows | None = None
     if shape.interleaved:
@@ -179,13 +213,16 @@ def build(
     pack_one: Pack = partial(pack, quant=quant)
     if kernels:
         pack_one = partial(pack_for, quant=quant, arena=native.Arena())
-    pack_file, kept, pack_blocks = None, None, None
+    pack_file, kept, pack_blocks, told = None, None, None, None
     if kernels and quant is None:
         pack_blocks = partial(_pack_blocks, native.Arena())
     if isinstance(file, GgufSource) and quant is None and device.type == "cpu":
         pack_file, kept = file_packer(file, dtype, kernels, ordered)
         if isinstance(plain, FewerLayers):
             pack_file = partial(_pack_original, plain, pack_file)
+    if numbers is not None:
+        straight = not shape.interleaved and ordered is None  # blocks have their rows in the checkpoint's order
+        pack_file = told = QuantisedPacker(numbers, dtype, pack_blocks if straight else None)
     with ExitStack() as undone:
         if kept is not None:
             undone.callback(kept.abandon)
@@ -193,6 +230,8 @@ def build(
         packer = Packer(source, shape, dtype, device, pack_one, pack_file, config.get_text_config(), by_turns,
                         pack_blocks)
         weights = packer.weights()
+        if told is not None:
+            told.tell(str(tool))
         if kept is not None and file is plain:  # with layers left out it is no copy of the file
             undone.pop_all()
             kept.finish()
@@ -211,7 +250,7 @@ def _apart(text: Any, source: Source) -> KeyHeadsApart:
     return KeyHeadsApart(source, groups, (2 * text.linear_key_head_dim, values, shared))
 
 
-def _pack_original(source: FewerLayers, pack: PackFile, names: Sequence[str], role: Role) -> Linear:
+def _pack_original(source: FewerLayers, pack: PackFile, names: Sequence[str], role: Role) -> Linear | None:
     """Pack matrices by their names in the file, before layers were renumbered."""
     return pack([source.origin(name) or name for name in names], role)
 

@@ -16,6 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ from shoal.user_cache import known_sha256, sha256
 _DATA, _INDEX = "weights.bin", "index.json"
 _PAGE, _LINE = 4096, 64
 _STALE_SECONDS = 3600
+_UNUSED_SECONDS, _LEFT_FREE = 30 * 24 * 3600, 1 << 30
+"""A copy that no start has used for so long is removed; others too, where a new one would leave less of the disk."""
 log = logging.getLogger(__name__)
 
 
@@ -83,7 +86,7 @@ class _Room:
             return None
         try:
             root.mkdir(parents=True, exist_ok=True)
-            _sweep(root)
+            _sweep(root, size)
             folder = Path(tempfile.mkdtemp(prefix=".making-", dir=root))
             return cls(folder, max(size, _PAGE))
         except OSError as error:
@@ -130,11 +133,18 @@ class _Room:
             self.remove()
 
 
-def _sweep(root: Path) -> None:
-    """Remove what killed processes have left behind."""
+def _sweep(root: Path, wanted: int) -> None:
+    """Remove what killed processes have left behind, and copies that were not used for long or stand in the way.
+
+    A copy is of one layout, which newer versions may not read. What running processes have mapped stays in memory.
+    """
     for left in root.glob(".making-*"):
         if time.time() - left.stat().st_mtime > _STALE_SECONDS:
             shutil.rmtree(left, ignore_errors=True)
+    for used, folder in sorted((one.stat().st_mtime, one.parent) for one in root.glob(f"*/{_INDEX}")):
+        if time.time() - used > _UNUSED_SECONDS or shutil.disk_usage(root).free < wanted + _LEFT_FREE:
+            log.info("weights kept in %s are removed", folder)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _matrix(mapped: Tensor, record: dict[str, Any]) -> native.PackedWeight:
@@ -165,6 +175,8 @@ def _read(paths: Sequence[Path]) -> tuple[Tensor, dict[str, dict[str, Any]]] | N
             ends = [sum(piece) for record in records.values() for piece in (record["data"], record["scales"]) if piece]
             if max(ends) > size:
                 raise ValueError("it is shorter than its index says")
+            with suppress(OSError):
+                os.utime(folder / _INDEX)  # in use: see `_sweep`
             return _mapped(file.fileno()), records
     except FileNotFoundError:
         return None

@@ -233,20 +233,23 @@ class ExpertsByRows(ChangedSource):
         return [one.select(order) for one in found]
 
     def _in_blocks(self, name: str) -> list[Blocks]:
-        """The same with the rows of the checkpoint, whose bytes have two neighbours, the low half first.
-
-        In a GGUF block a byte has a number of the first half and one of the second.
-        """
+        """The same with the rows of the checkpoint."""
         stored, scales = self._source[f"{name}_blocks"], self._source[f"{name}_scales"]
         if stored.shape[:-1] != scales.shape or stored.dim() != 4 or stored.shape[-1] != _HALF:
             what = f"a checkpoint whose {name}_blocks are {list(stored.shape)}, and their scales {list(scales.shape)}"
             raise Unsupported(what, f"it must be [experts, rows, n, {_HALF}] and [experts, rows, n]", "Fetch it again")
-        found = []
-        for blocks, exponents in zip(stored, scales, strict=True):
-            numbers = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2)
-            data = torch.cat([exponents.unsqueeze(-1), numbers[..., :_HALF] | numbers[..., _HALF:] << 4], -1)
-            found.append(Blocks(GgmlType.MXFP4, data.flatten(1), 2 * _HALF * blocks.shape[1]))
-        return found
+        return [mxfp4(pairs, exponents) for pairs, exponents in zip(stored, scales, strict=True)]
+
+
+def mxfp4(pairs: Tensor, exponents: Tensor) -> Blocks:
+    """Bytes [rows, n, 16] of two neighbours, the low half first, as GGUF blocks, which pair numbers of the two halves.
+
+    Args:
+        exponents: uint8 [rows, n], of each 32 numbers.
+    """
+    numbers = torch.stack([pairs & 15, pairs >> 4], -1).flatten(-2)
+    data = torch.cat([exponents.unsqueeze(-1), numbers[..., :_HALF] | numbers[..., _HALF:] << 4], -1)
+    return Blocks(GgmlType.MXFP4, data.flatten(1), 2 * _HALF * pairs.shape[1])
 
 
 class ExpertsByColumns(ChangedSource):

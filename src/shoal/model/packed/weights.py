@@ -65,8 +65,8 @@ Role = Literal["matrix", "table", "pair", "head", "router"]
 
 Pack = Callable[[Tensor, Role], Linear]
 PackBlocks = Callable[[Blocks, Role], Linear]
-PackFile = Callable[[Sequence[str], Role], Linear]
-"""Packs matrices by name, one above the other."""
+PackFile = Callable[[Sequence[str], Role], Linear | None]
+"""Packs matrices by name, one above the other; None where they are to be packed from their numbers."""
 
 
 def check_names(config: Any, shape: Shape, source: Source) -> None:
@@ -574,13 +574,12 @@ class Packer:
 
     def pack(self, parts: Mapping[str, int], columns: int, role: Role) -> Linear:
         """Pack matrices, given by name with their rows, one above the other."""
-        if self._packed_from_file is not None:
-            packed = self._packed_from_file(tuple(parts), role)
-            if (packed.rows, packed.columns) != (sum(parts.values()), columns):
-                found = f"a file whose {' and '.join(parts)} make [{packed.rows}, {packed.columns}]"
-                raise Unsupported(found, f"its config asks for {[sum(parts.values()), columns]}", REMEDY)
-        else:
+        packed = None if self._packed_from_file is None else self._packed_from_file(tuple(parts), role)
+        if packed is None:
             packed = self._packed_by(self._matrices(parts, columns), role)
+        elif (packed.rows, packed.columns) != (sum(parts.values()), columns):
+            found = f"a file whose {' and '.join(parts)} make [{packed.rows}, {packed.columns}]"
+            raise Unsupported(found, f"its config asks for {[sum(parts.values()), columns]}", REMEDY)
         give_back()
         return packed
 

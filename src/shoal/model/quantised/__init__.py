@@ -1,0 +1,1 @@
+"""Checkpoints whose matrices are stored in the numbers of other tools."""
