@@ -1,7 +1,8 @@
-"""What Gemma 3n and 4 do around their layers, by their own modules: inputs of layers' own, alternating updates.
+"""What Gemma 3n and 4 and Llama 4 need around their own modules: inputs of layers' own, alternating updates, places.
 
-Llama 4's queries are scaled by place. The probe reads most of a decoder off one forward. This is the rest: inputs that follow from tokens and embeddings, and
-in Gemma 3n (AltUp, NeurIPS 2023) a stream of several states per token, of which Shoal makes one long state.
+The probe reads most of a decoder off one forward. This is the rest: inputs that follow from tokens and embeddings; in
+Gemma 3n (AltUp, NeurIPS 2023) a stream of several states per token, of which Shoal makes one long state; and in Llama 4
+queries that are scaled by place.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def mlp(
 
 
 def ended(x: Tensor, layer: Layer, dtype: torch.dtype, inputs: Tensor | None) -> Tensor:
-    """The states that leave a layer, from those after its feed-forward and the layer's own inputs, [T, size] or None."""
+    """The states that leave a layer, from those after its feed-forward and the layer's inputs [T, size], or None."""
     if layer.input is not None:
         assert inputs is not None
         x = x + layer.input(x, inputs, dtype)

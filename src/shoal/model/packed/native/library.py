@@ -58,8 +58,8 @@ class ExpertsStruct(ctypes.Structure):
         ("router_bias", c_void_p), ("gate_up_bias", c_void_p), ("down_bias", c_void_p), ("count", c_int32),
         ("top", c_int32), ("groups", c_int32), ("top_groups", c_int32), ("best", c_int32), ("sigmoid", c_int32),
         ("normalised", c_int32), ("gated", c_int32), ("into", c_int32), ("added", c_float), ("least", c_float),
-        ("scale", c_float), ("factors", c_void_p), ("router_norm", c_void_p), ("inputs_norm", c_void_p), ("beside_norm", c_void_p),
-        ("out_norm", c_void_p), ("limit", c_float), ("alpha", c_float),
+        ("scale", c_float), ("factors", c_void_p), ("router_norm", c_void_p), ("inputs_norm", c_void_p),
+        ("beside_norm", c_void_p), ("out_norm", c_void_p), ("limit", c_float), ("alpha", c_float),
     ]
 
 
@@ -94,9 +94,10 @@ class Model(ctypes.Structure):
     _fields_ = [
         ("hidden", c_int32), ("ffn", c_int32), ("heads", c_int32), ("vocab", c_int32), ("num_layers", c_int32),
         ("activation", c_int32), ("kv_dtype", c_int32), ("kv_heads", c_int32), ("head_dim", c_int32),
-        ("rotary_dim", c_int32), ("qkv_rows", c_int32), ("embedding_dtype", c_int32), ("eps", c_float), ("attention_scale", c_float),
-        ("residual_scale", c_float), ("embedding_scale", c_float), ("logit_scale", c_float), ("attention_cap", c_float),
-        ("logit_cap", c_float), ("gate_scale", c_float), ("out_scales", c_float * 3), ("keeps", c_int32),
+        ("rotary_dim", c_int32), ("qkv_rows", c_int32), ("embedding_dtype", c_int32), ("eps", c_float),
+        ("attention_scale", c_float), ("residual_scale", c_float), ("embedding_scale", c_float),
+        ("logit_scale", c_float), ("attention_cap", c_float), ("logit_cap", c_float), ("gate_scale", c_float),
+        ("out_scales", c_float * 3), ("keeps", c_int32),
         ("kept", c_float * 3), ("differential", c_int32), ("gate_rows", c_int32), ("inputs", c_int32),
         ("channels", c_int32), ("outputs", c_int32), ("raw", c_int32), ("wide", c_int32), ("opened", c_int32),
         ("experts", c_int32), ("top", c_int32), ("expert_ffn", c_int32), ("narrow", c_int32),

@@ -486,7 +486,8 @@ class NativeModel:
         if routing.count > MAX_EXPERTS or not len(experts.gate_up) == len(experts.down) == routing.count:
             raise ValueError(f"{len(experts.gate_up)} and {len(experts.down)} matrices of {routing.count} experts; "
                              f"there must be as many of each, and at most {MAX_EXPERTS}")
-        struct = ExpertsStruct(**{name: getattr(routing, name) for name in _ROUTING}, gated=experts.gated, into=experts.into)
+        struct = ExpertsStruct(**{name: getattr(routing, name) for name in _ROUTING}, gated=experts.gated)
+        struct.into = experts.into
         struct.router = self._matrix("router", experts.router, routing.count + experts.gated, hidden)
         struct.bias = self._vector("the bias of the router", experts.bias, routing.count)
         parts, size, narrow = (Weight * (3 * routing.count))(), experts.down[0].rows, 0
