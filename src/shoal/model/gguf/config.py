@@ -19,6 +19,7 @@ from shoal.model.gguf.family import EMBEDDING, HEAD, Family, Fields
 from shoal.model.gguf.file import GgufFile
 from shoal.model.gguf.hybrids import HYBRIDS
 from shoal.model.gguf.latent import LATENT
+from shoal.model.gguf.layerwise import LAYERWISE
 from shoal.model.gguf.metadata import Metadata, Vocabulary, vocabulary_of
 from shoal.model.gguf.mixtures import MIXTURES, check_experts
 
@@ -114,6 +115,7 @@ FAMILIES: Mapping[str, Family] = {
     "olmo2": Family("olmo2", _olmo2, sandwich=True, pre_norm=False),
     **HYBRIDS,
     **LATENT,
+    **LAYERWISE,
 }
 """Architectures by their name in GGUF files."""
 

@@ -27,6 +27,7 @@ from shoal.model.packed.runner import PackedRunner
 from shoal.model.packed.shape import REMEDY, RotaryTable, shape_of
 from shoal.model.packed.source import (
     PUBLISHED,
+    ExpertsByColumns,
     ExpertsByRows,
     FewerLayers,
     FileSource,
@@ -149,7 +150,7 @@ class NativeFilePacker:
 
 
 def file_packer(
-    source: GgufSource, dtype: torch.dtype, kernels: bool, ordered: GatesBelow | LatentRows | None
+    source: GgufSource, dtype: torch.dtype, kernels: bool, ordered: GatesBelow | HalvesPaired | LatentRows | None
 ) -> tuple[PackFile, Repacked | None]:
     """The packer of a file's matrices, and what keeps repacked ones on disk: call its `finish` when all are packed."""
     def read(name: str) -> Blocks:
@@ -192,15 +193,17 @@ def build(
         source = _apart(config.get_text_config(), source)
     if config.get_text_config().model_type == "gpt_oss" and not isinstance(file, GgufSource):
         source = ExpertsByRows(source)
+    if config.get_text_config().model_type == "llama4_text" and not isinstance(file, GgufSource):
+        source = ExpertsByColumns(source)
     if config.model_type in PUBLISHED and not isinstance(plain, ModelSource | GgufSource):
         source = PublishedNames(source, PUBLISHED[config.model_type])
     if not isinstance(plain, ModelSource):  # a loaded model needs no check
         if numbers is None:
             check_unquantised(config)
         check_names(config, shape, source)
+    ordered: GatesBelow | HalvesPaired | LatentRows | None = None
     if shape.interleaved:
-        source = HalvesPaired(source, shape.head_dim, shape.rotary_dim)
-    ordered: GatesBelow | LatentRows | None = None
+        source = ordered = HalvesPaired(source, shape.head_dim, shape.rotary_dim)
     if shape.gated_attention:
         source = ordered = GatesBelow(source, shape.head_dim)
     if shape.latent is not None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
-from shoal.model.config import layer_types
+from shoal.model.config import layer_types, shared_sources
 
 MixerName = Literal["attention", "differential_attention", "gated_delta", "mamba2", "mamba", "short_conv",
                     "rg_lru", "gated_memory", "lightning", "latent_attention"]
@@ -106,6 +106,8 @@ class ModelKind:
         gated_attention: whether the rows of q in the checkpoint are, head by head, q and a gate of the outputs.
         layer_norms: whether the norms are LayerNorms with biases (arXiv 1607.06450) instead of RMSNorms.
         head_gates: whether attention's outputs are gated head by head, by a matrix of as many rows.
+        value_norms: whether values are normalised too, without a weight.
+        layer_scales: whether a layer's outputs, states and all, are multiplied by a number of its own.
     """
 
     layers: Mapping[str, LayerKind] = field(default_factory=lambda: MappingProxyType({"": LayerKind()}))
@@ -113,6 +115,8 @@ class ModelKind:
     gated_attention: bool = False
     layer_norms: bool = False
     head_gates: bool = False
+    value_norms: bool = False
+    layer_scales: bool = False
 
     def of(self, text: Any) -> tuple[LayerKind, ...]:
         """The kind of each layer of a config."""
@@ -123,6 +127,8 @@ class ModelKind:
     def sources(self, text: Any) -> tuple[int | None, ...]:
         """For each layer the one that it reads, or None; empty if no layer reads another one."""
         types, kinds = list(layer_types(text) or ()), self.of(text)
+        if shared := shared_sources(text):
+            return shared
         if all(kind.reads is None for kind in kinds):
             return ()
         return tuple(None if kind.reads is None else max(i for i in range(layer) if types[i] == kind.reads)
@@ -161,6 +167,7 @@ LLAMA: Mapping[str, ModelKind] = MappingProxyType({
     **dict.fromkeys(("olmo2", "olmo3", "exaone4"), _same(_AFTER)),
     "glm4": _same(Norms(attention_out="post_self_attn_layernorm", mlp_out="post_mlp_layernorm")),
     "minicpm3": _LATENT,
+    "gemma4_text": replace(_same(_SANDWICH), value_norms=True, layer_scales=True),
 })
 """Model types whose layers are all attention and a gated MLP by Llama's names: the kernels run them."""
 
@@ -168,6 +175,7 @@ MIXTURES: Mapping[str, ModelKind] = MappingProxyType({
     **dict.fromkeys(("qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "granitemoe", "glm4_moe", "ernie4_5_moe", "gpt_oss"),
                     ModelKind()),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), _LATENT),
+    "llama4_text": ModelKind(names=Names(mlp="feed_forward.")),
 })
 """Model types whose layers are attention and experts, or in some layers a gated MLP."""
 
