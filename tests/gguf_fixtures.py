@@ -213,7 +213,7 @@ class MadeHybrid(InFolder):
         own |= {"intermediate_size_mlp": width} if family == "llama4" else {}
         layers = {"gemma4": 2, "gemma4_moe": 2}.get(family, 4)
         if wide and family == "llama4":
-            layers, own["moe_layers"] = 2, [1]
+            own |= {"moe_layers": [3], "interleave_moe_layer_step": 4, "num_local_experts": 2}
         elif wide:
             layers, own["num_kv_shared_layers"] = 3, 1
             own["layer_types"] = ["sliding_attention", "full_attention", "full_attention"]

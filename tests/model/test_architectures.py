@@ -60,7 +60,8 @@ RUN: dict[str, tuple[str, dict[str, Any]]] = {
     "one KV head in an old cache layout": ("gpt_bigcode", _OLD),
     "attention that returns three values": ("gpt_neox_japanese", {"intermediate_multiple_size": 2}),
     "attention within chunks, queries scaled by place": (
-        "llama4_text", {**_GROUPED, "head_dim": 8, "attention_chunk_size": 4, "num_local_experts": 3, "floor_scale": 4}),
+        "llama4_text", {**_GROUPED, "head_dim": 8, "attention_chunk_size": 4, "num_local_experts": 3,
+                        "floor_scale": 4}),
     "more layers than its encoder": ("marian", {**_DECODER, "encoder_layers": 6, "forced_eos_token_id": None}),
     "scaled embeddings and learned positions in a module": ("biogpt", {"max_position_embeddings": 64}),
 }

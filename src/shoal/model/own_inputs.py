@@ -114,7 +114,7 @@ def warmed(layer: nn.Module) -> tuple[nn.Module, WarmQueries | None]:
     if not getattr(attention, "attn_temperature_tuning", False) or attention.use_rope:
         return layer, None
     queries = WarmQueries(attention.q_proj, attention.attn_scale, attention.floor_scale)
-    copied = shallow_copy(attention, {"q_proj": queries})
+    copied: Any = shallow_copy(attention, {"q_proj": queries})
     copied.attn_temperature_tuning = False
     return shallow_copy(layer, {"self_attn": copied}), queries
 

@@ -58,7 +58,8 @@ class LayerInputs(Generic[T]):
         size, hidden = len(self.norm), embedded.shape[1]
         projected = self.project(embedded.to(dtype)).to(embedded.dtype).unflatten(1, (-1, size)) * hidden**-0.5
         of_token = self.table.lookup(ids).to(embedded.dtype).unflatten(1, (-1, size)) * size**0.5
-        return (rms_norm(projected, (size,), self.norm, self.eps) + of_token) * MIX
+        found: Tensor = (rms_norm(projected, (size,), self.norm, self.eps) + of_token) * MIX
+        return found
 
 
 @dataclass(frozen=True)

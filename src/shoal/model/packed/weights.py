@@ -509,25 +509,26 @@ class Packer:
         if shape.latent:
             first, last = (layer + name for name in names.latent)
             latent = self.pack({first: size}, hidden, "matrix"), self.pack({last: hidden}, size, "matrix")
+        biases = [self._biases(layer, forms, routing.count, rows)
+                  for forms, rows in zip(names.biases, (2 * shape.width, hidden), strict=False)]
         return Mixture(
             routing, self._packed_by(router, "router"),
             self._each(joined[0], dict.fromkeys(into, shape.width), size, routing.count, role),
             self._each(joined[1], {down: size}, shape.width, routing.count, "matrix"),
             ACTIVATIONS[self._shape.activation], bias, gated, shape.plain, latent, shape.clamped,
             None if names.router_bias is None else self.vector(layer + names.router_bias, routing.count),
-            *(self._biases(layer, forms, routing.count, rows)
-              for forms, rows in zip(names.biases, (2 * shape.width, hidden), strict=False)),
-            **self._apart(layer, names, routing.count), into=shape.into,
+            gate_up_bias=biases[0] if biases else None, down_bias=biases[1] if biases else None, into=shape.into,
+            factors=self.vector(layer + names.apart_by[1], routing.count) if names.apart_by else None,
+            apart=self._apart(layer, names),
         )
 
-    def _apart(self, layer: str, names: ExpertNames, count: int) -> dict[str, Any]:
-        """What experts have that read the states through norms of their own: these, and factors of weights."""
+    def _apart(self, layer: str, names: ExpertNames) -> Apart | None:
+        """The norms of experts that read the states through norms of their own, or None."""
         if not names.apart_by:
-            return {}
-        hidden, (router, factors, *norms) = self._shape.hidden, names.apart_by
-        routed = self.vector(layer + router, hidden) * hidden**-0.5
-        return {"factors": self.vector(layer + factors, count),
-                "apart": Apart(routed, *(self.vector(layer + norm, hidden) for norm in norms), self._shape.eps)}
+            return None
+        hidden, router = self._shape.hidden, names.apart_by[0]
+        inputs, beside, out = (self.vector(layer + norm, hidden) for norm in names.apart_by[2:])
+        return Apart(self.vector(layer + router, hidden) * hidden**-0.5, inputs, beside, out, self._shape.eps)
 
     def _biases(self, layer: str, forms: Forms, count: int, size: int) -> Tensor:
         """The biases of all experts [count, size], as one tensor or in parts."""
