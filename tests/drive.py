@@ -127,7 +127,8 @@ def make_run(
         )
         for i, (tokens, recipe) in enumerate(zip(prompts, made, strict=True))
     ]
-    cache = KVCache(runner.windows, len(seqs))
+    reads = getattr(runner, "sources", ())  # of layers that keep nothing themselves
+    cache = runner.new_cache(len(seqs)) if reads else KVCache(runner.windows, len(seqs))
     return Run(seqs, seen, cache, begin(seqs[0].recipe.loop, runner, cache, seqs, release=release), chunk)
 
 

@@ -199,6 +199,30 @@ PACKED_RECURRENT = tuple(name for name in ("qwen3_5", "mamba", "mamba2", "granit
                          if RECURRENT and name != "recurrent_gemma")
 """Those whose layers the packed executor has."""
 
+_SHARES = {"global_head_dim": 16, "sliding_window": WINDOW, "hidden_size_per_layer_input": 0,
+           "layer_types": ["sliding_attention", "full_attention"] * 3}
+_SPOKEN = {"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": VOCAB}
+LAYERWISE: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma4": ("gemma4_text", {**_GROUPED, **_HEAD_DIM, **_SHARES, "attention_k_eq_v": True,
+                               "num_global_key_value_heads": 1, "final_logit_softcapping": 5.0}),
+    "gemma4_small": ("gemma4_text", {**_GROUPED, **_HEAD_DIM, **_SHARES, **_SPOKEN, "num_key_value_heads": 1,
+                                     "num_kv_shared_layers": 3, "use_double_wide_mlp": True}),
+    "gemma3n": ("gemma3n_text", {**_GROUPED, **_HEAD_DIM, **_SPOKEN, "sliding_window": WINDOW,
+                                 "num_kv_shared_layers": 2,
+                                 "layer_types": ["sliding_attention", "full_attention"] * 3, "laurel_rank": 8,
+                                 "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0, 0.0, 0.0]}),
+    "llama4": ("llama4_text", {**_GROUPED, **_HEAD_DIM, "attention_chunk_size": WINDOW, "no_rope_layer_interval": 3,
+                               "num_local_experts": 6, "moe_layers": [1, 2, 4], "intermediate_size_mlp": 40,
+                               "attn_scale": 0.3, "floor_scale": 4}),
+    "llama4_top2": ("llama4_text", {**_GROUPED, **_HEAD_DIM, "attention_chunk_size": WINDOW, "use_qk_norm": False,
+                                    "no_rope_layers": [1, 0, 1, 0, 1, 1], "num_local_experts": 4,
+                                    "num_experts_per_tok": 2, "intermediate_size_mlp": 40, "attention_bias": True,
+                                    "attn_temperature_tuning": False}),
+    "gemma4_moe": ("gemma4_text", {**_GROUPED, **_HEAD_DIM, **_SHARES, "enable_moe_block": True, "num_experts": 6,
+                                   "top_k_experts": 3, "moe_intermediate_size": 16}),
+}
+"""Families whose layers differ in the sizes of heads, have inputs of their own, or read each other's keys."""
+
 _NO_SPECIAL = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 _NO_DROPOUT = {"dropout": 0.0, "attention_dropout": 0.0, "hidden_dropout": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
                "resid_pdrop": 0.0, "resid_dropout": 0.0, "activation_dropout": 0.0, "layerdrop": 0.0}
@@ -255,7 +279,7 @@ def _look(model: PreTrainedModel) -> Any:
 
 def _build(family: str, seed: int, dtype: torch.dtype, layers: int, overrides: dict[str, Any]) -> PreTrainedModel:
     model_type, own = {**FAMILIES, **RELATIVES, **CLASSICS, **RECURRENT, **RECURRENT_RELATIVES, **MIXTURES,
-                       **MIXED_RECURRENT}[family]
+                       **MIXED_RECURRENT, **LAYERWISE}[family]
     settings = {**_NO_SPECIAL, **own, **_depth(family, model_type, layers), **overrides}
     config = AutoConfig.for_model(model_type, **settings)
     for name, value in _NO_DROPOUT.items():
@@ -273,7 +297,7 @@ def _build(family: str, seed: int, dtype: torch.dtype, layers: int, overrides: d
 
 
 def _extra(family: str) -> dict[str, Any]:
-    eager = family in ("mixtral", "minimax", "kimi_linear", *MIXTURES, *MIXED_RECURRENT)
+    eager = family in ("mixtral", "minimax", "kimi_linear", *MIXTURES, *MIXED_RECURRENT, *LAYERWISE)
     return {"experts_implementation": "eager"} if eager else {}
 
 
@@ -287,17 +311,21 @@ def _depth(family: str, model_type: str, layers: int) -> dict[str, Any]:
 def _sharpen(model: PreTrainedModel) -> None:
     """Draws all weights so that each layer counts, attention chooses, and logits have a spread of about 4."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    sharp = model.config.model_type not in ("gemma3n_text", "gemma4_text")  # whose scores have no factor below 1
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, dtype=parameter.dtype)
         inside = re.search(r"\.\d+\.", name)
         if name.endswith("dt_bias"):  # with long steps transformers' chunked recurrences lose digits
             parameter.data = noise
         elif parameter.dim() == 1:
-            parameter.data += 0.1 * noise + bool(re.search(r"[qk]_norm\.weight$", name))
+            parameter.data += 0.1 * noise + sharp * bool(re.search(r"[qk]_norm\.weight$", name))
         elif re.search(r"\b(wpe|embed_positions)\b", name):
             parameter.data = 0.3 * noise
         else:
             parameter.data = noise * (2 if inside else 1) / min(parameter.shape[-2:]) ** 0.5
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.fill_(0.8)
     # A tied embedding that dominates the residual stream would make every token predict itself.
     embedding.weight.data *= 0.2 * HIDDEN**0.5 / (HIDDEN**0.5 if "gemma" in model.config.model_type else 1)
     gain = 4 / (head.weight.std() * HIDDEN**0.5)

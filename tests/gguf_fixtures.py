@@ -180,6 +180,19 @@ _CLASSICS: dict[str, tuple[str, dict[str, Any]]] = {
                                       "moe_layer_start_index": 1, "intermediate_size": 32}),
 }
 """Architectures with other norms, MLPs, residuals or positions than Llama, and what is near; one layer each."""
+_LAYERWISE: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma4": ("gemma4", {**_PAIR, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+                          "global_head_dim": 64, "layer_types": ["sliding_attention", "full_attention"]}),
+    "gemma4-small": ("gemma4_small", {**_PAIR, "head_dim": 32, "global_head_dim": 64,
+                                      "hidden_size_per_layer_input": 32, "num_kv_shared_layers": 2,
+                                      "layer_types": ["sliding_attention", "full_attention"] * 2}),
+    "gemma4-moe": ("gemma4_moe", {**_PAIR, "head_dim": 32, "global_head_dim": 64, "num_experts": 3, "top_k_experts": 2,
+                                  "layer_types": ["sliding_attention", "full_attention"]}),
+    "llama4": ("llama4", {**_PAIR, "head_dim": 32, "num_local_experts": 3, "no_rope_layer_interval": 4,
+                          "attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1, "moe_layers": [1, 3],
+                          "interleave_moe_layer_step": 2, "tie_word_embeddings": True}),
+}
+"""The same of those whose layers differ; llama.cpp knows Llama 4's own chunks and layers alone."""
 LATENT = ("deepseek_v2", "deepseek_v3", "kimi_linear")
 """Families with experts and latent attention."""
 
@@ -228,6 +241,8 @@ class MadeHybrid(InFolder):
             return self._drawn(_classic(self.architecture, {"F16": 32, "Q8_0": 64}.get(self.kind, 256)))
         if self.architecture in _MIXTURES:
             return self._mixture()
+        if self.architecture in _LAYERWISE:
+            return self._layerwise()
         family, more = _HYBRIDS[self.architecture]
         sizes = _SMALL if self.kind == "F16" else _BROAD
         inner = 2 * sizes["hidden_size"]
@@ -239,6 +254,23 @@ class MadeHybrid(InFolder):
             sizes = {"hidden_size": sizes["hidden_size"]}
         return self._drawn(tiny(family, dtype=torch.float32, layers=2, **{
             **sizes, **more, **own.get(self.architecture, {}), "vocab_size": count}))
+
+    def _layerwise(self) -> Any:
+        family, more = _LAYERWISE[self.architecture]
+        wide, count = self.kind == "Q4_K_M", len(words_of("llama")["tokenizer.ggml.tokens"])
+        sizes = _BROAD if wide else _SMALL
+        width = sizes["intermediate_size"]
+        own: dict[str, Any] = {"vocab_size_per_layer_input": count} if family == "gemma4_small" else {}
+        own |= {"moe_intermediate_size": width} if family == "gemma4_moe" else {}
+        own |= {"intermediate_size_mlp": width} if family == "llama4" else {}
+        layers = {"gemma4": 2, "gemma4_moe": 2}.get(family, 4)
+        if wide and family == "llama4":
+            own |= {"moe_layers": [3], "interleave_moe_layer_step": 4, "num_local_experts": 2}
+        elif wide:
+            layers, own["num_kv_shared_layers"] = 3, 1
+            own["layer_types"] = ["sliding_attention", "full_attention", "full_attention"]
+        return self._drawn(tiny(family, dtype=torch.float32, layers=layers, **{
+            **sizes, **more, **own, "vocab_size": count}))
 
     def _mixture(self) -> Any:
         family, more = _MIXTURES[self.architecture]
@@ -270,6 +302,8 @@ class MadeHybrid(InFolder):
 
 
 HYBRIDS = [MadeHybrid(architecture, kind) for architecture in (*_HYBRIDS, *_MIXTURES) for kind in ("F16", "Q4_K_M")]
+HYBRIDS += [MadeHybrid("gemma4", "F16"), MadeHybrid("gemma4-moe", "Q8_0")]
+HYBRIDS += [MadeHybrid(architecture, kind) for architecture in ("gemma4-small", "llama4") for kind in ("F16", "Q4_K_M")]
 HYBRIDS.append(MadeHybrid("gpt-oss", "MXFP4_MOE"))
 CLASSICS = [MadeHybrid(architecture, "F16") for architecture in _CLASSICS]
 CLASSICS += [MadeHybrid("phi2", "Q8_0"), MadeHybrid("command-r", "Q8_0"), MadeHybrid("starcoder2", "Q4_K_M")]
@@ -282,7 +316,10 @@ def _drawn(name: str, parameter: Tensor, generator: torch.Generator) -> Tensor:
     """Values of a hybrid's parameter."""
     if name.endswith("A_log"):
         return torch.rand(parameter.shape, generator=generator, dtype=torch.float64) * 2
-    if re.search(r"\.(gate|router|shared_expert_gate)\.weight$", name):  # so that rounding changes no choice
+    if name.endswith(("router.scale", "per_expert_scale")):
+        return 1 + 0.1 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    # so that rounding changes no choice
+    if re.search(r"\.(gate|router|router\.proj|shared_expert_gate)\.weight$", name):
         return 4 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / parameter.shape[1] ** 0.5
     if name.endswith("sinks"):
         return torch.randn(parameter.shape, generator=generator, dtype=torch.float64)

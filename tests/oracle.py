@@ -85,7 +85,7 @@ def _limited(layer: nn.Module, attention_count: int, mlp_count: int) -> Iterator
 
 def _pass(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, count: int) -> Any:
     before = args[0] if args else kwargs["hidden_states"]
-    return _on_first(output, lambda after: torch.cat([after[:, :count], before[:, count:]], dim=1))
+    return _on_first(output, lambda after: torch.cat([after[..., :count, :], before[..., count:, :]], dim=-2))
 
 
 def _silence(output: Any, count: int) -> Any:

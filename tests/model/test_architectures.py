@@ -59,6 +59,9 @@ RUN: dict[str, tuple[str, dict[str, Any]]] = {
                                                           "num_heads": 2, "max_position_embeddings": 64}),
     "one KV head in an old cache layout": ("gpt_bigcode", _OLD),
     "attention that returns three values": ("gpt_neox_japanese", {"intermediate_multiple_size": 2}),
+    "attention within chunks, queries scaled by place": (
+        "llama4_text", {**_GROUPED, "head_dim": 8, "attention_chunk_size": 4, "num_local_experts": 3,
+                        "floor_scale": 4}),
     "more layers than its encoder": ("marian", {**_DECODER, "encoder_layers": 6, "forced_eos_token_id": None}),
     "scaled embeddings and learned positions in a module": ("biogpt", {"max_position_embeddings": 64}),
 }
@@ -69,7 +72,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"attention_types": [[["global", "local"], 2]], "num_layers": 4, "num_heads": 2},
         "local attention of gpt_neo",
     ),
-    "chunked attention": ("llama4_text", {**_GROUPED, "head_dim": 8}, "layers of type chunked_attention"),
     "a state instead of KV": ("mamba", {"state_size": 4}, "layers of type linear_attention|MambaBlock is given no KV"),
     "an encoder": ("bert", {}, "BertLayer is given no KV cache"),
     "an encoder made a decoder": ("bert", {"is_decoder": True}, "prepares its embeddings in a way"),

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from shoal.errors import Unsupported
+from shoal.model.kv.chunk import Chunk
 from shoal.types import MaskedModel
 
 _SLIDING = {"sliding_attention", "hybrid_sliding"}
-_KNOWN = {*_SLIDING, "full_attention", "linear_attention", "conv", "hybrid", "mlp", "moe"}
+_CHUNKED = "chunked_attention"
+_KNOWN = {*_SLIDING, _CHUNKED, "full_attention", "linear_attention", "conv", "hybrid", "mlp", "moe"}
 """Types of layers, as transformers names them. A hybrid layer has attention beside a recurrence."""
 MASKED = ("llama", "qwen2", "qwen3")
 """Model types that are masked-diffusion models if their config has a `mask_token_id`."""
@@ -29,8 +31,20 @@ def layer_types(config: Any) -> Sequence[str] | None:
     return found
 
 
+def shared_sources(config: Any) -> tuple[int | None, ...]:
+    """Per layer, the one whose keys and values it reads, or None; empty if no layer reads another one's.
+
+    The last `num_kv_shared_layers` read the last layer of their own type before them (Gemma 3n, Gemma 4).
+    """
+    shared, types = int(getattr(config, "num_kv_shared_layers", None) or 0), layer_types(config)
+    if not shared or types is None:
+        return ()
+    own = layers_of(config) - shared
+    return (*[None] * own, *(max(i for i in range(own) if types[i] == kind) for kind in types[own:]))
+
+
 def windows_of(config: Any) -> tuple[int | None, ...]:
-    """Sliding window of each layer in positions, or None; from the layer's type, or from the config's single window.
+    """Sliding window of each layer in positions, a `Chunk`, or None; from the layer's type, or the one in the config.
 
     Raises:
         Unsupported: a layer is of a type that Shoal does not run.
@@ -47,7 +61,9 @@ def windows_of(config: Any) -> tuple[int | None, ...]:
     if unknown:
         raise Unsupported(f"layers of type {', '.join(sorted(unknown))}", f"Shoal runs {', '.join(sorted(_KNOWN))}",
                           "Use a model whose layers are all of these types")
-    return tuple(window if kind in _SLIDING else None for kind in types)
+    size = getattr(config, "attention_chunk_size", None)
+    chunk = None if size is None else Chunk(size)
+    return tuple(window if kind in _SLIDING else chunk if kind == _CHUNKED else None for kind in types)
 
 
 def context_of(config: Any) -> int | None:

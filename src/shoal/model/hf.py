@@ -17,11 +17,12 @@ from typing_extensions import override
 
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported, stays_here
-from shoal.model.config import context_of, layers_of, windows_of
+from shoal.model.config import context_of, layers_of, shared_sources, windows_of
 from shoal.model.experts import Opened
 from shoal.model.kv.cache import KVCache
 from shoal.model.kv.layer import KVLayer
 from shoal.model.masks import Asker, mask, reads_apart, seq_mask
+from shoal.model.own_inputs import warmed
 from shoal.model.prepacked import (
     ATTENTION,
     MLP,
@@ -42,6 +43,7 @@ from shoal.model.runner import (
     SequenceChunk,
     SequenceView,
     Start,
+    check_readers,
     lay_vectors,
     opened_in,
     run_layers,
@@ -84,12 +86,18 @@ class HFRunner(ModelRunner):
         self.dtype = self.activation_dtype = next(self.parts.head_module.parameters()).dtype
         self.head_layers = _bytes(self.parts.head_module) / (sum(map(_bytes, layers)) / len(layers))
         self.adds_masks = model.config._attn_implementation != "sdpa"
-        self.prepacks = self.shows_queries = not self.state_bytes and all(map(can_ask_by_seqs, layers))
+        self.sources = shared_sources(config)
+        self._keeping = None if not self.sources else self.sources.index(next(filter(None.__ne__, self.sources)))
+        plain = not self.state_bytes and not self.sources and self.parts.inputs is None
+        self.prepacks = self.shows_queries = plain and all(map(can_ask_by_seqs, layers))
         self.alone = self.singly = False
         scales = (getattr(module, "scaling", None) for layer in layers for module in layer.modules())
         head_dim = max(dim for _, dim, _ in self.kv_sizes)
         self.score_scale = next((one for one in scales if isinstance(one, float)), max(head_dim, 1) ** -0.5)
         self.score_cap: float | None = getattr(config, "attn_logit_softcapping", None)
+        each = [warmed(layer) for layer in self.parts.layers]
+        self.parts.layers[:] = [layer for layer, _ in each]
+        self._warmed = {layer: queries for layer, (_, queries) in enumerate(each) if queries is not None}
         self._copies: dict[tuple[int, Part, bool], nn.Module] = {}
 
     @cached_property
@@ -123,15 +131,22 @@ class HFRunner(ModelRunner):
         prepacked = apart or (self.prepacks and len({len(chunk.tokens) for chunk in chunks}) > 1)
         make = _PrepackedCall if prepacked else _PaddedCall
         call = make(self, chunks, cache, None if start is None else start.hidden)
-        run_layers(self.num_layers, chunks, cache, call.run, call.padded, hook, start)
+        if self.sources:
+            check_readers(chunks, self.sources, start)
+        run_layers(self.num_layers, chunks, cache, call.run, call.padded, hook, start, self._keeping)
         return self.parts.head(call.wanted())
 
-    def embedded(self, chunks: Sequence[SequenceChunk], cache: KVCache) -> Tensor:
-        """Embeddings [R, m, D]; short sequences are padded with their last token."""
+    def ids(self, chunks: Sequence[SequenceChunk]) -> Tensor:
+        """Token ids [R, m]; short sequences are padded with their last token."""
         width = max(len(chunk.tokens) for chunk in chunks)
         ids = [[*chunk.tokens, *[chunk.tokens[-1]] * (width - len(chunk.tokens))] for chunk in chunks]
-        places = [positions(chunk, cache, 0, len(chunk.tokens), width) for chunk in chunks]
-        x = self.parts.embed(torch.tensor(ids, device=self.device), torch.tensor(places, device=self.device))
+        return torch.tensor(ids, device=self.device)
+
+    def embedded(self, chunks: Sequence[SequenceChunk], cache: KVCache) -> Tensor:
+        """Embeddings [R, m, D], padded likewise."""
+        ids = self.ids(chunks)
+        places = [positions(chunk, cache, 0, len(chunk.tokens), ids.shape[1]) for chunk in chunks]
+        x = self.parts.embed(ids, torch.tensor(places, device=self.device))
         for states, chunk in zip(x, chunks, strict=True):
             lay_vectors(states, [chunk])
         return x
@@ -197,6 +212,8 @@ class HFRunner(ModelRunner):
             key: identifies the positions in `tables`.
         """
         call = self.parts.calls[layer]
+        if layer in self._warmed:
+            self._warmed[layer].places = places
         arguments = {**call.constants, call.mask: seen}
         if call.cache is not None:
             arguments[call.cache] = cache
@@ -240,6 +257,26 @@ class _LayerCache:
         return self._layer.append(keys, values, self._seqs, self._counts)
 
 
+class _Shared:
+    """Passed to layers as what holds the keys and values of others: finds those of one, and keeps nothing itself."""
+
+    def __init__(
+        self, source: KVLayer, seqs: Sequence[int], views: Sequence[SequenceView], dtype: torch.dtype
+    ) -> None:
+        self._source, self._seqs, self._views, self._dtype = source, seqs, views, dtype
+
+    def __getitem__(self, _: str) -> tuple[Tensor, Tensor]:
+        """Keys and values [sequences, heads, slots, head_dim], padded with zeros."""
+        pairs = zip(self._seqs, self._views, strict=True)
+        each = [self._source.read(seq, view.slots, self._dtype) for seq, view in pairs]
+        keys, values = (pad_sequence([one.transpose(0, 1) for one in side], batch_first=True).transpose(1, 2)
+                        for side in zip(*each, strict=True))
+        return keys, values
+
+    def __setitem__(self, _: str, states: tuple[Tensor, Tensor]) -> None:
+        """Nothing: layers find what they read in the cache."""
+
+
 class _Call:
     """One forward in progress: hidden states and shared tables."""
 
@@ -264,14 +301,16 @@ class _Call:
         window, starts = store.window, tuple(store.starts[self.chunks[i].seq] for i in piece.chunks)
 
         def make() -> list[Tensor | None]:
-            views = [
-                self.chunks[i].view(self.cache.positions[self.chunks[i].seq], start, piece.first[i], piece.last[i])
-                for i, start in zip(piece.chunks, starts, strict=True)
-            ]
+            views = self._views(piece, store)
             groups = [[view] for view in views] if each else [views]
             return [self.runner.attention_mask(group, window) for group in groups]
 
         return self._shared(("masks", window, starts), piece, make)
+
+    def _views(self, piece: LayerWork, store: KVLayer) -> list[SequenceView]:
+        """What the tokens of each sequence of a piece may see of a layer's storage."""
+        return [self.chunks[i].view(self.cache.positions[self.chunks[i].seq], store.starts[self.chunks[i].seq],
+                                    piece.first[i], piece.last[i]) for i in piece.chunks]
 
 
 class _PaddedCall(_Call):
@@ -362,16 +401,18 @@ class _PaddedCall(_Call):
             hidden: the input; None for the piece's hidden states.
             cache: what the layer is given as its cache; None for the KV of the piece's sequences.
         """
-        store, (numbers, counts) = self.cache.layers[layer], self._seqs(piece)
+        source = self.runner.sources[layer] if self.runner.sources else None
+        store, (numbers, counts) = self.cache.layers[layer if source is None else source], self._seqs(piece)
         if hidden is None:
             hidden = self._inputs(piece)
-        if cache is None:
+        if cache is None and source is None:
             store.make_room(numbers, counts)
             cache = _LayerCache(store, numbers, counts)
             if not self.runner.kv_sizes[layer][0]:
                 store.count(numbers, counts)
         places = self._shared("positions", piece, lambda: self._positions(piece))
-        seen = self._masks(piece, store, each=False)[0] if self.runner.kv_sizes[layer][0] else None
+        attends = self.runner.kv_sizes[layer][0] or source is not None
+        seen = self._masks(piece, store, each=False)[0] if attends else None
         key = (piece.first, piece.last)
         opened = None if piece.part == "attention" else opened_in(self.chunks, layer, piece, hidden.shape[1])
         if opened is not None:
@@ -379,6 +420,10 @@ class _PaddedCall(_Call):
         arguments = self.runner.arguments(layer, hidden, places, cache, seen, self._memo, key)
         if (name := self.runner.parts.calls[layer].embedded) is not None:
             arguments[name] = self._of(self._embedded, piece)
+        if (name := self.runner.parts.calls[layer].own) is not None:
+            arguments[name] = self._of(self._own, piece)[:, :, layer]
+        if (name := self.runner.parts.calls[layer].shared) is not None:
+            arguments[name] = _Shared(store, numbers, self._views(piece, store), hidden.dtype)
         output = module(hidden, **arguments)
         return cast("Tensor", output[0] if isinstance(output, tuple) else output)
 
@@ -393,6 +438,12 @@ class _PaddedCall(_Call):
     def _whole(self, piece: LayerWork) -> bool:
         """Whether the piece takes all nodes of every sequence, padding included."""
         return not any(piece.first) and piece.last == self.sizes
+
+    @cached_property
+    def _own(self) -> Tensor:
+        """Inputs of layers' own [chunks, widest, layers, size]."""
+        assert self.runner.parts.inputs is not None
+        return self.runner.parts.inputs(self.runner.ids(self.chunks), self._embedded)
 
     @cached_property
     def _embedded(self) -> Tensor:

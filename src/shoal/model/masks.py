@@ -6,11 +6,13 @@ Masks are made from the counters of the engine: committed lengths, window starts
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from shoal.model.kv.cache import KVCache
+from shoal.model.kv.chunk import Chunk
 from shoal.model.runner import QueryHook, SequenceChunk, SequenceView
 
 
@@ -38,7 +40,17 @@ def _unmasked(seqs: Sequence[SequenceView], window: int | None) -> bool:
     if any(seq.last - seq.first != 1 or (seq.first and seq.parents is not None) for seq in seqs):
         return False
     slots = seqs[0].slots
+    if isinstance(window, Chunk) and any(_oldest(window, seq.start + slots - 1) > seq.start for seq in seqs):
+        return False
     return all(seq.slots == slots for seq in seqs) and (window is None or slots <= window)
+
+
+P = TypeVar("P", int, Tensor)
+
+
+def _oldest(window: int, place: P) -> P:
+    """The first position that a query at a position sees, or one before all."""
+    return place // window * window if isinstance(window, Chunk) else place - window + 1
 
 
 def _square(seqs: Sequence[SequenceView], window: int | None) -> bool:
@@ -59,7 +71,7 @@ def _seq_mask(seq: SequenceView, queries: int, slots: int, window: int | None, d
     else:
         keys, places, seen = _tree_slots(seq, nodes, slots, device)
     if window is not None:
-        seen = seen & (keys > places[:, None] - window)
+        seen = seen & (keys >= _oldest(window, places)[:, None])
     return seen
 
 

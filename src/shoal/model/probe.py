@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from shoal import compat
 from shoal.errors import Unsupported
 from shoal.model.kv.form import KVSizes
+from shoal.model.own_inputs import AltUp, OwnInputs, SideBySide, altup, joined, own_inputs
 from shoal.model.state import modules
 from shoal.model.state.modules import ModuleState
 
@@ -87,7 +88,8 @@ class Recording:
 class LayerCall:
     """How the model calls one layer: names of the arguments that the engine supplies, and the constant ones.
 
-    `embedded` names the input of the first layer, which Zamba gives to all of them.
+    `embedded` names the input of the first layer, which Zamba gives to all of them, `own` an input of the layer's own,
+    and `shared` what holds the keys and values of layers that later ones read.
     """
 
     mask: str
@@ -97,6 +99,8 @@ class LayerCall:
     rotary: str | None
     rotary_call: int
     embedded: str | None
+    own: str | None
+    shared: str | None
     constants: dict[str, Any]
 
 
@@ -115,6 +119,7 @@ class Parts:
         kv_sizes: heads, and head_dim of keys and of values, per layer; zeros without attention.
         states: the state before the first token, per recurrent layer.
         state_bytes: bytes of a sequence's state, per recurrent layer.
+        inputs: makes inputs of layers' own, or None.
     """
 
     layers: list[nn.Module]
@@ -127,6 +132,7 @@ class Parts:
     kv_sizes: tuple[KVSizes, ...]
     states: dict[int, ModuleState]
     state_bytes: dict[int, int]
+    inputs: OwnInputs | None = None
 
 
 def find_layers(model: nn.Module, num_layers: int) -> list[nn.Module]:
@@ -151,16 +157,38 @@ def take_apart(model: Any, layers: list[nn.Module], ids: Tensor) -> Parts:
                           "Shoal must run each of them once, in order", _REMEDY)
     rotary: dict[int, Call] = {}
     first = next(iter(recording.layers[0].arguments.values()))
-    calls = [_layer_call(call, positions, first, recording.before, rotary) for call in recording.layers]
+    decoder = getattr(model, "get_decoder", lambda: model)() or model
+    inputs, updates = own_inputs(decoder), altup(decoder)
+    base = joined(first) if updates is not None else first
+    made = None if inputs is None else inputs(ids, base)
+    calls = [_layer_call(call, positions, first, recording.before, rotary, None if made is None else made[:, :, number])
+             for number, call in enumerate(recording.layers)]
     stores = _stores(recording, calls)
-    embed, head = _embedding(model, recording, ids, positions), _head(recording, head_module, model.config)
+    if updates is None:
+        embed, head = _embedding(model, recording, ids, positions), _head(recording, head_module, model.config)
+    else:
+        layers = [SideBySide(layer, updates.states) for layer in layers]
+        embed, head = _around(model, updates, recording, head_module)
     recurrent = {number: store for number, store in enumerate(stores) if modules.has_state(store)}
     return Parts(
         layers, calls, embed, list(map(_replay_rotary, rotary.values())), head, head_module,
         tuple(map(_position_bytes, stores)), tuple(map(_kv_sizes, stores)),
         states={number: modules.empty(store) for number, store in recurrent.items()},
-        state_bytes={number: modules.bytes_of(store) for number, store in recurrent.items()},
+        state_bytes={number: modules.bytes_of(store) for number, store in recurrent.items()}, inputs=inputs,
     )
+
+
+def _around(
+    model: Any, updates: AltUp, recording: Recording, head_module: nn.Module
+) -> tuple[Callable[[Tensor, Tensor], Tensor], Head]:
+    """The embedding and the head of a decoder with alternating updates."""
+    embed, norm = model.get_input_embeddings(), model.get_decoder().norm
+    raw = next(call.output for call in recording.after if call.module is head_module)
+    finish = _explain(raw, recording.logits, model.config)
+    if finish is None:
+        raise Unsupported("a model that changes its logits after the LM head", "the probe does not recognise how",
+                          _REMEDY)
+    return lambda ids, _: updates.spread(embed(ids)), Head([updates.ended, norm, head_module], finish)
 
 
 def _stores(recording: Recording, calls: list[LayerCall]) -> list[Any]:
@@ -261,13 +289,14 @@ def _bind(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
 
 
 def _layer_call(
-    call: Call, positions: Tensor, first: Tensor, before: list[Call], rotary: dict[int, Call]
+    call: Call, positions: Tensor, first: Tensor, before: list[Call], rotary: dict[int, Call], own: Tensor | None
 ) -> LayerCall:
     """Read off a layer's call which arguments the engine has to supply.
 
     Args:
         first: the input of the first layer.
         rotary: distinct rotary calls are added to it, by `id`.
+        own: the layer's own input, or None.
     """
     found: dict[str, str] = {}
     constants: dict[str, Any] = {}
@@ -288,6 +317,10 @@ def _layer_call(
             rotary_call = list(rotary).index(id(source))
         elif isinstance(value, Tensor) and torch.equal(value, first):
             found["embedded"] = name
+        elif isinstance(value, Tensor) and own is not None and value.shape == own.shape and torch.equal(value, own):
+            found["own"] = name
+        elif name == "shared_kv_states":
+            found["shared"] = name
         elif isinstance(value, Tensor):
             what = f"{type(call.module).__name__} is given a tensor {name!r}"
             raise Unsupported(what, "Shoal does not know what it means", _REMEDY)
@@ -296,6 +329,7 @@ def _layer_call(
     return LayerCall(mask=found.get("mask", "attention_mask"), cache=found.get("cache"),
                      positions=found.get("positions"), cache_position=found.get("cache_position"),
                      rotary=found.get("rotary"), rotary_call=rotary_call, embedded=found.get("embedded"),
+                     own=found.get("own"), shared=found.get("shared"),
                      constants=constants)
 
 
@@ -303,7 +337,16 @@ def _source(value: Any, before: list[Call]) -> Call | None:
     """The recorded call that returned `value`, such as the (cos, sin) pair of a rotary module."""
     if value is None or isinstance(value, bool | int | float | str):
         return None
-    return next((call for call in before if call.output is value), None)
+    return next((call for call in before if call.output is value or _views_of(value, call.output)), None)
+
+
+def _views_of(value: Any, output: Any) -> bool:
+    """Whether a pair of tensors is another one's, whole, as slices make it."""
+    if not (isinstance(value, tuple) and isinstance(output, tuple) and 0 < len(value) == len(output)):
+        return False
+    pairs = zip(value, output, strict=True)
+    return all(isinstance(one, Tensor) and isinstance(other, Tensor) and one.shape == other.shape
+               and one.data_ptr() == other.data_ptr() for one, other in pairs)
 
 
 def _replay_rotary(call: Call) -> Callable[[Tensor, Tensor], Any]:

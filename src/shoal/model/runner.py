@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from shoal.depth.plan import DepthPlan
+from shoal.errors import Unsupported
 from shoal.model.kv.cache import KVCache
 from shoal.model.kv.form import KVSizes
 from shoal.model.kv.passing import PassingLayer
@@ -403,6 +404,17 @@ def lay_vectors(x: Tensor, chunks: Sequence[SequenceChunk]) -> None:
         if chunk.vectors is not None:
             x[first + chunk.with_ids : last] = chunk.vectors.to(x)
         first = last
+
+
+def check_readers(chunks: Sequence[SequenceChunk], sources: Sequence[int | None], start: Start | None) -> None:
+    """Refuse plans and starts without the layers whose keys, values or memory others read."""
+    for chunk in chunks:
+        if not chunk.plan.is_full:
+            chunk.plan.check_sources(sources)
+    first = min(source for source in sources if source is not None)
+    if start is not None and start.layer > first:
+        why = f"later layers read what layer {first} computes of the same tokens"
+        raise Unsupported(f"a forward from layer {start.layer} on", why, "Begin no later than there")
 
 
 def check_lengths(chunks: Sequence[SequenceChunk], piece: LayerWork, layer: int, cache: KVCache) -> None:

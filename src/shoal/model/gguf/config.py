@@ -20,6 +20,7 @@ from shoal.model.gguf.family import EMBEDDING, HEAD, Family, Fields
 from shoal.model.gguf.file import GgufFile
 from shoal.model.gguf.hybrids import HYBRIDS
 from shoal.model.gguf.latent import LATENT
+from shoal.model.gguf.layerwise import LAYERWISE
 from shoal.model.gguf.metadata import Metadata, Vocabulary, vocabulary_of
 from shoal.model.gguf.mixtures import MIXTURES, check_experts
 
@@ -116,6 +117,7 @@ FAMILIES: Mapping[str, Family] = {
     **HYBRIDS,
     **LATENT,
     **CLASSICS,
+    **LAYERWISE,
 }
 """Architectures by their name in GGUF files."""
 

@@ -17,24 +17,25 @@ from shoal.model.gguf.family import Family, Fields
 from shoal.model.gguf.file import GgufFile
 from shoal.model.gguf.hybrids import HYBRIDS, periodic
 from shoal.model.gguf.latent import LATENT_MIXTURES
+from shoal.model.gguf.layerwise import LAYERWISE_MIXTURES
 from shoal.model.gguf.metadata import Metadata
 
 Own = Callable[[GgufFile, Metadata, Fields], Fields]
 
 GATE, UP, DOWN, FUSED = (f"ffn_{part}_exps.weight" for part in ("gate", "up", "down", "gate_up"))
 _ROUTER = "ffn_gate_inp.weight"
-_NUMBER = re.compile(r"\.(experts|[kv]_b_proj)\.(\d+)\.")
+_NUMBER = re.compile(r"(^|\.)(experts|[kv]_b_proj)\.(\d+)\.")
 
 
 def unnumbered(name: str) -> str:
     """A tensor's name with # in place of the number of an expert, or of a head of latent attention."""
-    return _NUMBER.sub(r".\1.#.", name)
+    return _NUMBER.sub(r"\1\2.#.", name)
 
 
 def expert_of(name: str) -> int | None:
     """The number of the expert, or head, that a tensor belongs to; None if it belongs to none."""
     found = _NUMBER.search(name)
-    return None if found is None else int(found[2])
+    return None if found is None else int(found[3])
 
 
 def check_experts(file: GgufFile, count: int) -> None:
@@ -241,5 +242,6 @@ MIXTURES: Mapping[str, Family] = MappingProxyType({
         **_GLM, "mlp.gate.moe_statics.e_score_correction_bias": "exp_probs_b.bias",
         "post_attention_layernorm.weight": "ffn_norm.weight"}),
     **LATENT_MIXTURES,
+    **LAYERWISE_MIXTURES,
 })
 """Architectures by their name in GGUF files that announce experts."""

@@ -37,7 +37,7 @@ _SANDWICH = {"input_layernorm": "attn_norm", "pre_feedforward_layernorm": "ffn_n
 _LAYER = re.compile(r"(?:(?:model|backbone|gpt_neox)\.layers|transformer\.(?:h|blocks))\.(\d+)\.(.+)")
 ASIDE = re.compile(r"(^|\.)rope_(freqs|factors_long|factors_short)\.weight$")
 """Tensors that only the rotary embedding reads."""
-_STACKED = re.compile(r"(.+\.layers\.\d+\.)(.+\.experts\.)(gate_up_proj|up_proj|down_proj)")
+_STACKED = re.compile(r"(.+\.layers\.\d+\.)((?:.+\.)?experts\.)(gate_up_proj|up_proj|down_proj)")
 """The tensors of transformers' modules that have the matrices of all experts."""
 CONV = "self_attn.conv1d.weight"
 """The convolution of Kimi Linear, which files have in parts."""
@@ -127,7 +127,9 @@ class GgufSource(Source):
             places = dict.fromkeys(place for part in parts if (place := self._place(part)) is not None)
             if self._family.model_type == "gpt_oss" and places:  # whose modules have columns for outputs
                 return _by_turns([self._file.values(place) for place in places]).mT
-            return torch.cat([self._file.values(place) for place in places], 1) if places else None
+            whole = torch.cat([self._file.values(place) for place in places], 1) if places else None
+            by_columns = whole is not None and self._family.model_type == "llama4_text"  # likewise
+            return whole.mT if whole is not None and by_columns else whole
         if name.endswith(EXPAND) and parts != (name,):
             return expanded(*(self._file.values(self._info(part).name) for part in parts))
         if name.endswith(_TURNED):

@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import rms_norm
 
 from shoal.model.layers.mixer import Matrix
 
@@ -126,6 +127,28 @@ def _first(values: Tensor, count: int) -> Tensor:
 
 
 @dataclass(frozen=True)
+class Apart:
+    """Norms around experts that read the states by themselves, not the inputs of the MLP beside them (Gemma 4).
+
+    Attributes:
+        router: [hidden], of the router's inputs.
+        inputs: [hidden], of the experts' inputs.
+        beside, out: [hidden], of what the MLP gives, and of what the experts give, before their sum.
+        eps: of the norms.
+    """
+
+    router: Tensor
+    inputs: Tensor
+    beside: Tensor
+    out: Tensor
+    eps: float
+
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """The norm of `x` [n, hidden] with one of the weights."""
+        return rms_norm(x, weight.shape, weight, self.eps)
+
+
+@dataclass(frozen=True)
 class Mixture(Generic[M]):
     """The experts of one layer, and their router.
 
@@ -142,6 +165,9 @@ class Mixture(Generic[M]):
         clamped: the gated unit in place of `activation`, or None.
         router_bias: [count], added to the logits, or None.
         gate_up_bias, down_bias: [count, 2 width] and [count, hidden], or None.
+        factors: [count], of the weights once they are normalised, or None.
+        apart: norms of their own, if they read states; or None.
+        into: whether weights are factors of what experts read, not of what they give (Llama 4).
     """
 
     routing: Routing
@@ -157,17 +183,29 @@ class Mixture(Generic[M]):
     router_bias: Tensor | None = None
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
+    factors: Tensor | None = None
+    apart: Apart | None = None
+    into: bool = False
 
     def __call__(self, x: Tensor, dtype: torch.dtype, beside: Tensor | None = None) -> Tensor:
-        """Outputs [n, hidden] for normed inputs [n, hidden], both in float32 or float64.
+        """Outputs [n, hidden] for inputs [n, hidden], both in float32 or float64; normed but for experts `apart`.
 
         Args:
             dtype: of the inputs of the experts' matrices.
             beside: [n, hidden], what a shared expert gives, which is added first; or None.
         """
-        logits = self.router(x) if self.router_bias is None else self.router(x) + self.router_bias.to(x.dtype)
+        routed = x if self.apart is None else self.apart.norm(x, self.apart.router)
+        logits = self.router(routed)
+        if self.router_bias is not None:
+            logits = logits + self.router_bias.to(x.dtype)
         chosen, weights = self.routing(logits[:, : self.routing.count], self.bias)
+        if self.factors is not None:
+            weights = weights * self.factors[chosen]
         out = torch.zeros_like(x)
+        if self.apart is not None:
+            assert beside is not None
+            own = self._add(out, self.apart.norm(x, self.apart.inputs).to(dtype), chosen, weights)
+            return self.apart.norm(beside, self.apart.beside) + self.apart.norm(own, self.apart.out)
         if beside is not None:
             out += beside * torch.sigmoid(logits[:, self.routing.count :]) if self.gated else beside
         narrow = x.to(dtype)
@@ -182,9 +220,11 @@ class Mixture(Generic[M]):
         """Add what experts give for `narrow` to `out`."""
         for expert in chosen.unique().tolist():
             token, place = (chosen == expert).nonzero(as_tuple=True)
-            given = _plus(self.gate_up[expert](narrow[token]), self.gate_up_bias, expert)
+            own, read = weights[token, place, None], narrow[token]
+            read = (read * own).to(read.dtype) if self.into else read
+            given = _plus(self.gate_up[expert](read), self.gate_up_bias, expert)
             found = _plus(self.down[expert](self._neurons(given)), self.down_bias, expert).to(out.dtype)
-            out.index_add_(0, token, found * weights[token, place, None])
+            out.index_add_(0, token, found if self.into else found * own)
         return out
 
     def _neurons(self, inputs: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch.nn.functional import layer_norm, rms_norm, scaled_dot_product_attenti
 from shoal.model.layers.differential import Differential, paired
 from shoal.model.layers.mixer import Mixer
 from shoal.model.packed.linear import ACTIVATIONS, Linear
-from shoal.model.packed.shape import Shape, rotate
+from shoal.model.packed.shape import HeadSizes, Shape, rotate
 from shoal.model.packed.weights import Layer
 
 Attend = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
@@ -60,15 +60,21 @@ def projected(
         if tables is not None:
             q, k = rotate(q, *tables), rotate(k, *tables)
         return q, k, k[..., :0], gate
-    query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    own = layer.sizes or HeadSizes(shape.kv_heads, shape.head_dim, shape.rotary_dim)
+    if tables is not None and layer.sizes is not None:
+        cos, sin = (table[:, : own.rotary_dim // 2] for table in tables)
+        tables = cos, sin
+    query, key = shape.heads * own.head_dim, own.kv_heads * own.head_dim
     sizes = [query, *[shape.gate_rows] * bool(shape.gate_rows)]
-    parts = lines.split([*sizes, *[key] * (2 if lines.shape[1] > sum(sizes) else 0)], dim=1)
+    parts = lines.split([*sizes, *[key] * ((lines.shape[1] - sum(sizes)) // key)], dim=1)
     gate = parts[1].view(len(x), shape.heads, -1) if shape.gate_rows else None
-    q, *rest = (part.view(len(x), -1, shape.head_dim) for part in (parts[0], *parts[len(sizes) :]))
+    q, *rest = (part.view(len(x), -1, own.head_dim) for part in (parts[0], *parts[len(sizes) :]))
     q = _turned(q, layer.q_norm, layer.q_norm_bias, shape, tables)
     if not rest:
         return q, None, None, gate
-    k, v = rest
+    k, v = rest if own.own_values else (rest[0], rest[0])
+    if shape.value_norms:
+        v = norm_heads(v, torch.ones(own.head_dim, dtype=x.dtype, device=x.device), shape.eps)
     k = _turned(k, layer.k_norm, layer.k_norm_bias, shape, tables)
     return (q, k, v, gate) if layer.differential is None else (q, paired(k), paired(v), gate)
 
@@ -116,9 +122,17 @@ def mlp(
     if inside is not None or layer.down.rows:
         out = (gated(normed, layer, shape) if inside is None else inside(normed)).to(x.dtype)
     if layer.experts is not None:
-        out = layer.experts(wide, dtype, out)
+        out = layer.experts(wide if layer.experts.apart is None else x, dtype, out)
     assert out is not None
     return _norm(out, layer.mlp_out_norm, shape.eps) * (shape.residual_scale * shape.out_scales[2])
+
+
+def ended(x: Tensor, layer: Layer, dtype: torch.dtype, inputs: Tensor | None) -> Tensor:
+    """The states that leave a layer, from those after its feed-forward and the layer's inputs [T, size], or None."""
+    if layer.input is not None:
+        assert inputs is not None
+        x = x + layer.input(x, inputs, dtype)
+    return x if layer.scale == 1.0 else x * layer.scale
 
 
 def gated(normed: Tensor, layer: Layer, shape: Shape) -> Tensor:

@@ -29,6 +29,7 @@ from shoal.model.packed.shape import REMEDY, RotaryTable, Shape, shape_of
 from shoal.model.packed.source import (
     PUBLISHED,
     ColumnsAsRows,
+    ExpertsByColumns,
     ExpertsByRows,
     FewerLayers,
     FileSource,
@@ -156,7 +157,7 @@ class NativeFilePacker:
 
 
 def file_packer(
-    source: GgufSource, dtype: torch.dtype, kernels: bool, ordered: GatesBelow | LatentRows | HalvesPaired | None
+    source: GgufSource, dtype: torch.dtype, kernels: bool, ordered: GatesBelow | HalvesPaired | LatentRows | None
 ) -> tuple[PackFile, Repacked | None]:
     """The packer of a file's matrices, and what keeps repacked ones on disk: call its `finish` when all are packed."""
     def read(name: str) -> Blocks:
@@ -199,6 +200,8 @@ def build(
         source = _apart(config.get_text_config(), source)
     if config.get_text_config().model_type == "gpt_oss" and not isinstance(file, GgufSource):
         source = ExpertsByRows(source)
+    if config.get_text_config().model_type == "llama4_text" and not isinstance(file, GgufSource):
+        source = ExpertsByColumns(source)
     if config.model_type in PUBLISHED and not isinstance(plain, ModelSource | GgufSource):
         source = PublishedNames(source, PUBLISHED[config.model_type])
     if not isinstance(plain, ModelSource):  # a loaded model needs no check
@@ -209,7 +212,7 @@ def build(
     if not isinstance(file, GgufSource):
         source = _with_rows(config.get_text_config(), shape, source)
     straight = source is as_held
-    ordered: GatesBelow | LatentRows | HalvesPaired | None = None
+    ordered: GatesBelow | HalvesPaired | LatentRows | None = None
     if shape.interleaved:
         source = ordered = HalvesPaired(source, shape.head_dim, shape.rotary_dim)
     if shape.gated_attention:

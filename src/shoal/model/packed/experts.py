@@ -33,6 +33,8 @@ class ExpertNames:
         latent: of the projections around the experts.
         router_bias: of the vector that is added to the logits, or None.
         biases: of the biases of all experts, each alternatively whole or in parts: gate and up, and down; or none.
+        apart_by: of the vectors of experts that stand apart from the MLP: factors of the router's normed inputs,
+            factors of the weights, and the norms of experts' inputs, of the MLP's outputs and of theirs; or none.
     """
 
     router: tuple[str, ...] = ("mlp.gate.weight",)
@@ -46,6 +48,7 @@ class ExpertNames:
     latent: tuple[str, str] = ("", "")
     router_bias: str | None = None
     biases: tuple[tuple[tuple[str, ...], ...], ...] = ()
+    apart_by: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ class ExpertKind:
         plain: whether experts, and the MLP beside them, have no gate.
         latent: numbers that experts read and give, by config; 0 for those of a state.
         clamped: the gated unit, by config, if it is not an activation of the gate times up.
+        into: whether weights are factors of what experts read, not of what they give.
     """
 
     names: ExpertNames
@@ -73,6 +77,7 @@ class ExpertKind:
     plain: bool = False
     latent: Callable[[Any], int] = lambda text: 0
     clamped: Callable[[Any], ClampedUnit | None] = lambda text: None
+    into: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,7 @@ class ExpertShape:
         biased, gated: whether there are a bias of the choice, and a gate of the MLP beside.
         plain, latent: see `ExpertKind`.
         clamped: the gated unit, or None.
+        into: see `ExpertKind`.
     """
 
     names: ExpertNames
@@ -95,6 +101,7 @@ class ExpertShape:
     plain: bool = False
     latent: int = 0
     clamped: ClampedUnit | None = None
+    into: bool = False
 
 
 def expert_shape(text: Any) -> ExpertShape | None:
@@ -103,7 +110,8 @@ def expert_shape(text: Any) -> ExpertShape | None:
     if kind is None or not any(kind.has(text, layer) for layer in range(text.num_hidden_layers)):
         return None
     return ExpertShape(kind.names, kind.routing(text), kind.width(text), kind.biased(text),
-                       kind.names.shared_gate is not None, kind.plain, kind.latent(text), kind.clamped(text))
+                       kind.names.shared_gate is not None, kind.plain, kind.latent(text), kind.clamped(text),
+                       kind.into)
 
 
 def with_experts(
@@ -235,7 +243,25 @@ _GPT_OSS = ExpertNames(
     biases=((("mlp.experts.gate_up_proj_bias",), ("mlp.experts.gate_proj_bias", "mlp.experts.up_proj_bias")),
             (("mlp.experts.down_proj_bias",),)))
 
+_GEMMA4 = ExpertNames(
+    ("router.proj.weight",), (("experts.gate_up_proj", "experts.down_proj"),),
+    ("experts.{}.gate_proj.weight", "experts.{}.up_proj.weight", "experts.{}.down_proj.weight"), shared="mlp.",
+    apart_by=("router.scale", "router.per_expert_scale", "pre_feedforward_layernorm_2.weight",
+              "post_feedforward_layernorm_1.weight", "post_feedforward_layernorm_2.weight"))
+
+_LLAMA4 = ExpertNames(
+    ("feed_forward.router.weight",), (("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"),),
+    ("feed_forward.experts.{}.gate_proj.weight", "feed_forward.experts.{}.up_proj.weight",
+     "feed_forward.experts.{}.down_proj.weight"), shared="feed_forward.shared_expert.")
+
 EXPERTS: Mapping[str, ExpertKind] = MappingProxyType({
+    "llama4_text": ExpertKind(
+        _LLAMA4, lambda text: Routing(text.num_local_experts, text.num_experts_per_tok, sigmoid=True, normalised=False),
+        lambda text, layer: layer in text.moe_layers, width=lambda text: int(text.intermediate_size),
+        shared=lambda text: int(text.intermediate_size), into=True),
+    "gemma4_text": ExpertKind(
+        _GEMMA4, lambda text: Routing(text.num_experts, text.top_k_experts),
+        lambda text, layer: bool(text.enable_moe_block), shared=lambda text: int(text.intermediate_size)),
     "qwen2_moe": ExpertKind(_GATED, _softmax, _sparse_steps, shared=_shared_width),
     "qwen3_moe": ExpertKind(ExpertNames(), _softmax, _sparse_steps),
     "mixtral": ExpertKind(_MIXTRAL, _softmax, width=lambda text: int(text.intermediate_size)),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
-from shoal.model.config import layer_types
+from shoal.model.config import layer_types, shared_sources
 
 MixerName = Literal["attention", "differential_attention", "gated_delta", "mamba2", "mamba", "short_conv",
                     "rg_lru", "gated_memory", "lightning", "latent_attention"]
@@ -114,6 +114,8 @@ class ModelKind:
             LayerNorms a bias.
         norms_of: the norms of all layers by config, where they depend on it; or None.
         head_gates: whether attention's outputs are gated head by head, by a matrix of as many rows.
+        value_norms: whether values are normalised too, without a weight.
+        layer_scales: whether a layer's outputs, states and all, are multiplied by a number of its own.
     """
 
     layers: Mapping[str, LayerKind] = field(default_factory=lambda: MappingProxyType({"": LayerKind()}))
@@ -123,6 +125,8 @@ class ModelKind:
     head_gates: bool = False
     norm_parts: tuple[str, ...] | None = None
     norms_of: Callable[[Any], Norms] | None = None
+    value_norms: bool = False
+    layer_scales: bool = False
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -142,6 +146,8 @@ class ModelKind:
     def sources(self, text: Any) -> tuple[int | None, ...]:
         """For each layer the one that it reads, or None; empty if no layer reads another one."""
         types, kinds = list(layer_types(text) or ()), self.of(text)
+        if shared := shared_sources(text):
+            return shared
         if all(kind.reads is None for kind in kinds):
             return ()
         return tuple(None if kind.reads is None else max(i for i in range(layer) if types[i] == kind.reads)
@@ -181,6 +187,7 @@ LLAMA: Mapping[str, ModelKind] = MappingProxyType({
     **dict.fromkeys(("olmo2", "olmo3", "exaone4"), _same(_AFTER)),
     "glm4": _same(Norms(attention_out="post_self_attn_layernorm", mlp_out="post_mlp_layernorm")),
     "minicpm3": _LATENT,
+    "gemma4_text": replace(_same(_SANDWICH), value_norms=True, layer_scales=True),
 })
 """Model types whose layers are all attention and a gated MLP by Llama's names: the kernels run them."""
 
@@ -190,6 +197,7 @@ MIXTURES: Mapping[str, ModelKind] = MappingProxyType({
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), _LATENT),
     "hunyuan_v1_moe": ModelKind(names=Names(head_norms=("query_layernorm", "key_layernorm"))),
     "phimoe": ModelKind(layer_norms=True),
+    "llama4_text": ModelKind(names=Names(mlp="feed_forward.")),
 })
 """Model types whose layers are attention and experts, or in some layers a gated MLP."""
 

@@ -58,7 +58,8 @@ _STARTS, _LENT = attrgetter("starts"), attrgetter("lent")
 
 def fits_kernels(shape: Shape, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the kernels can compute such a model."""
-    even = shape.head_dim % 2 == 0 and shape.keys[1] <= native.MAX_HEAD_DIM
+    heads = [shape.head_dim, *(sizes.head_dim for sizes in shape.sizes)]
+    even = not any(size % 2 for size in heads) and shape.keys[1] <= native.MAX_HEAD_DIM
     few = shape.experts is None or shape.experts.routing.count <= native.MAX_EXPERTS
     return even and few and device.type == "cpu" and dtype in _KINDS
 

@@ -13,7 +13,7 @@ from torch.nn.functional import layer_norm, rms_norm
 from torch.nn.utils.rnn import pad_sequence
 from typing_extensions import override
 
-from shoal.errors import Unsupported, stays_here
+from shoal.errors import stays_here
 from shoal.model.kv.cache import KVCache
 from shoal.model.layers.mixer import Mixer
 from shoal.model.masks import Asker, distances, mask, seq_mask, visible
@@ -30,6 +30,7 @@ from shoal.model.runner import (
     SequenceChunk,
     SequenceView,
     Start,
+    check_readers,
     lay_vectors,
     mark_shallow,
     opened_in,
@@ -52,7 +53,8 @@ class PackedRunner(ModelRunner):
         input_bytes: what a token's inputs to recurrences take, which are kept from a forward to the commit.
     """
 
-    adds_masks, can_split = False, True
+    adds_masks = False
+    can_split: bool = True
     prefill_chunk = 2048
     most_nodes: int | None = None
 
@@ -74,8 +76,10 @@ class PackedRunner(ModelRunner):
         size = weights.final_norm.itemsize
         self.state_bytes = {number: size * sum(map(math.prod, mixer.state_sizes)) for number, mixer in mixers.items()}
         self.input_bytes = 4 * sum(layer.of_mixer[0].rows for layer in weights.layers if layer.mixer is not None)
-        self.shows_queries = any(heads for heads, *_ in self.kv_sizes) and not shape.sources and not shape.slopes
+        equal = len({sizes for sizes in self.kv_sizes if any(sizes)}) == 1  # choices are of one size in all layers
         self.by_distance = bool(shape.slopes)
+        self.shows_queries = equal and not shape.sources and not self.by_distance
+        self.can_split = not (shape.layer_input or shape.layer_scales)
         self.routes = shape.experts is not None
         layer_bytes = sum(layer.nbytes for layer in weights.layers) / len(weights.layers)
         self.head_layers = weights.head.nbytes / layer_bytes
@@ -114,16 +118,9 @@ class PackedRunner(ModelRunner):
         return (self.shape.late + self.shape.keeping) / 2
 
     def check_sources(self, chunks: Sequence[SequenceChunk], start: Start | None) -> None:
-        """Refuse plans and starts without the layers whose keys, values or memory others read."""
-        if not self.sources:
-            return
-        for chunk in chunks:
-            if not chunk.plan.is_full:
-                chunk.plan.check_sources(self.sources)
-        first = min(source for source in self.sources if source is not None)
-        if start is not None and start.layer > first:
-            why = f"later layers read what layer {first} computes of the same tokens"
-            raise Unsupported(f"a forward from layer {start.layer} on", why, "Begin no later than there")
+        """See `check_readers`."""
+        if self.sources:
+            check_readers(chunks, self.sources, start)
 
     @override
     @torch.no_grad()
@@ -174,6 +171,11 @@ class PackedRunner(ModelRunner):
         return block.scaled_logits(self.weights.head(self.normed(hidden)), self.shape, self.weights.head_bias)
 
 
+def warmth(places: Tensor, share: float, step: float) -> Tensor:
+    """Factors of queries at places, float32; see `Shape.warmth`."""
+    return torch.log1p(torch.floor((places.float() + 1.0) / step)) * share + 1.0
+
+
 class _Pass:
     """One forward in progress: the residual stream [T, hidden] of the tokens of all chunks, one after the other."""
 
@@ -186,12 +188,16 @@ class _Pass:
         places = [place for chunk in chunks for place in chunk.positions(cache.positions[chunk.seq])]
         runner.rotary.reach(max(places) + 1)
         where = torch.tensor(places, device=runner.device)
+        self._warm = None if runner.shape.warmth is None else warmth(where, *runner.shape.warmth)
         self.tables = list(zip(runner.rotary.cos[:, where], runner.rotary.sin[:, where], strict=True))
         self.sizes = [len(chunk.tokens) for chunk in chunks]
-        if start is None:
+        makes, self._inputs = runner.weights.inputs, None
+        if start is None or makes is not None:
             self.x = runner.embed(ids, where)
             lay_vectors(self.x, chunks)
-        else:
+        if makes is not None:
+            self._inputs = makes(ids, self.x, runner.dtype)
+        if start is not None:
             self.x = torch.cat([states[:size] for states, size in zip(start.hidden, self.sizes, strict=True)])
         self._asker = Asker(cache, runner.device)
         slopes = runner.shape.slopes
@@ -215,7 +221,8 @@ class _Pass:
                 tables = self._tables(layer, chosen)
                 parts.append(block.attention(
                     x, weights, runner.shape, runner.dtype, tables,
-                    lambda q, k, v: self._attend(layer, piece, q, *((None, None) if stored else (k, v)))
+                    lambda q, k, v: self._attend(layer, piece, self._warmed(layer, chosen, q),
+                                                 *((None, None) if stored else (k, v)))
                 ))
             if weights.mixer is not None:
                 parts.append(block.recurrence(
@@ -235,6 +242,7 @@ class _Pass:
         if piece.part != "attention" and kind.feeds:
             read = entered if runner.shape.parallel else x
             x = block.kept(x, weights.mlp_norm, runner.shape, 2) + self._mlp(layer, piece, read)
+            x = block.ended(x, weights, runner.dtype, self._input(layer, chosen))
         self.x = x if chosen is None else self.x.index_copy(0, chosen, x)
 
     def _mlp(self, layer: int, piece: LayerWork, x: Tensor) -> Tensor:
@@ -249,6 +257,18 @@ class _Pass:
             return mlps.mixed(normed, layer, opened, lambda some: block.gated(some, weights, runner.shape))
 
         return block.mlp(x, weights, runner.shape, runner.dtype, inside)
+
+    def _warmed(self, layer: int, chosen: Tensor | None, q: Tensor) -> Tensor:
+        """Queries [T, heads, head_dim] of the piece's tokens, scaled by their places where the layer does so."""
+        if self._warm is None or self.runner.shape.rotary[layer] is not None:
+            return q
+        return (q * (self._warm if chosen is None else self._warm[chosen])[:, None, None]).to(q.dtype)
+
+    def _input(self, layer: int, chosen: Tensor | None) -> Tensor | None:
+        """The layer's own inputs of the piece's tokens."""
+        if self._inputs is None:
+            return None
+        return self._inputs[:, layer] if chosen is None else self._inputs[chosen, layer]
 
     def _tables(self, layer: int, chosen: Tensor | None) -> tuple[Tensor, Tensor] | None:
         """Cos and sin of the piece's tokens; None for a layer without rotary embedding."""

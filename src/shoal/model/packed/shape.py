@@ -19,10 +19,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING as CAUSAL
 
 from shoal.errors import Unsupported
 from shoal.model.config import widths_of, windows_of
+from shoal.model.kv.chunk import Chunk
 from shoal.model.layers.latent import LatentSizes
 from shoal.model.packed.classics import Order, viewed
 from shoal.model.packed.experts import ExpertShape, expert_shape, with_experts
@@ -33,14 +35,17 @@ from shoal.model.sambay import OWN_CONFIGS
 FAMILIES = (
     "llama", "mistral", "ministral", "qwen2", "qwen3", "smollm3", "phi3", "granite", "gemma", "gemma2", "gemma3_text",
     "olmo2", "olmo3", "exaone4", "seed_oss", "glm", "glm4", "helium", "minicpm3", "hunyuan_v1_dense",
-    "ernie4_5",
+    "ernie4_5", "gemma4_text",
 )  # fmt: skip
 """Values of `model_type` whose block is the packed one, besides `MIXTURES`, `HYBRIDS` and `CLASSICS`."""
 
 _MOVING_ROPE = ("dynamic", "longrope")
 _HUNYUAN = ("hunyuan_v1_dense", "hunyuan_v1_moe")
 _GEMMA = ("gemma", "gemma2", "gemma3_text")
-_INTERLEAVED = ("glm", "glm4", "helium", "ernie4_5", "ernie4_5_moe", "cohere", "cohere2", "gptj", "codegen")
+_GEMMA_SCALED = (*_GEMMA, "gemma4_text")
+"""Model types whose embeddings are multiplied by the root of their size."""
+_INTERLEAVED = ("glm", "glm4", "helium", "ernie4_5", "ernie4_5_moe", "cohere", "cohere2", "gptj", "codegen",
+                "llama4_text")
 _CENTRED = (*_GEMMA, "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "recurrent_gemma", "nemotron")
 """Model types whose norm weights are stored minus 1."""
 REMEDY = 'Use backend="hf", which runs the model\'s own modules'
@@ -50,6 +55,21 @@ _PLAIN = LayerKind()
 _EPS = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon")
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
                 "gelu_fast": "gelu_tanh", "gelu": "gelu", "relu": "relu", "relu2": "relu2"}
+
+
+@dataclass(frozen=True)
+class HeadSizes:
+    """Sizes of a layer's attention where they differ from layer to layer.
+
+    Attributes:
+        kv_heads, head_dim, rotary_dim: as of `Shape`.
+        own_values: whether values have a projection of their own; otherwise they are keys before norm and rotation.
+    """
+
+    kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    own_values: bool = True
 
 
 @dataclass(frozen=True)
@@ -97,6 +117,14 @@ class Shape:
         head_norm_parts: what a checkpoint has of the LayerNorms of each head of q and k; empty if there are none.
         sinks: whether a further score, which belongs to no token, enters each head's softmax (gpt-oss).
         sources: per layer, the one whose keys and values, or whose memory, it reads, or None; empty if no layer does.
+        sizes: of the attention of each layer, where they differ; empty if they do not. Then `kv_heads` is the least,
+            `head_dim` and `rotary_dim` are the most of all layers.
+        value_norms: whether values are normalised too, without a weight.
+        layer_scales: whether a layer's outputs, states and all, are multiplied by a number of its own.
+        unit_heads: whether q and k are divided by the root of their mean square where they are rotated.
+        warmth: of queries that are not rotated, which are multiplied by 1 + share * log(1 + floor((place + 1) / step)):
+            the share and the step (Llama 4, arXiv 2501.19399); or None.
+        layer_input: numbers of a token's input to each layer, see `shoal.model.layers.layer_inputs`; 0: there is none.
     """
 
     hidden: int
@@ -143,6 +171,16 @@ class Shape:
     slopes: tuple[float, ...] = ()
     rotates_first: bool = False
     head_norm_parts: tuple[str, ...] = ()
+    sizes: tuple[HeadSizes, ...] = ()
+    value_norms: bool = False
+    layer_scales: bool = False
+    layer_input: int = 0
+    unit_heads: bool = False
+    warmth: tuple[float, float] | None = None
+
+    def heads_of(self, layer: int) -> HeadSizes:
+        """Sizes of a layer's attention."""
+        return self.sizes[layer] if self.sizes else HeadSizes(self.kv_heads, self.head_dim, self.rotary_dim)
 
     def source(self, layer: int) -> int | None:
         """The layer that a layer reads instead of keeping something itself; None for one that keeps its own."""
@@ -168,6 +206,8 @@ class Shape:
         kind = self.kind(layer)
         if not kind.attends or self.source(layer) is not None:
             return 0, 0, 0
+        if self.sizes:
+            return self.sizes[layer].kv_heads, self.sizes[layer].head_dim, self.sizes[layer].head_dim
         heads, size = self.keys
         return heads, size, self.value_dim
 
@@ -197,12 +237,21 @@ class Shape:
         whole = all(kind.mixers == _PLAIN.mixers and kind.gated_mlp and not kind.experts for kind in self.kinds)
         whole = whole and not self.layer_norms and not self.sources and self.kept is None and self.latent is None
         whole = whole and not self.rotates_first and self.activation in ("silu", "gelu_tanh")
+        whole = whole and not (self.sizes or self.value_norms or self.layer_scales or self.layer_input)
+        whole = whole and not (self.unit_heads or self.warmth or any(isinstance(one, Chunk) for one in self.windows))
         return whole and not self.gate_rows and self.gate_scale == 1.0 and self.out_scales == (1.0, 1.0, 1.0)
 
     @property
     def qkv_rows(self) -> int:
-        """Outputs of the fused q/k/v projection."""
-        return (self.heads + 2 * self.kv_heads) * self.head_dim + self.gate_rows
+        """Outputs of the fused q/k/v projection, of the widest layer."""
+        return max(map(self.qkv_rows_of, range(self.num_layers)), default=0)
+
+    def qkv_rows_of(self, layer: int) -> int:
+        """Outputs of a layer's fused projection, of queries alone where it reads another layer's keys and values."""
+        sizes, sides = self.heads_of(layer), 0
+        if self.source(layer) is None:
+            sides = 1 + self.heads_of(layer).own_values
+        return (self.heads + sides * sizes.kv_heads) * sizes.head_dim + self.gate_rows
 
     @property
     def gate_rows(self) -> int:
@@ -226,7 +275,7 @@ def shape_of(config: Any, dtype: torch.dtype = torch.float64) -> Shape:
     activation = getattr(text, "hidden_activation", None) or getattr(text, "hidden_act", "silu")
     if activation not in _ACTIVATIONS:
         raise _misfit(text, f"its activation {activation!r} is not among {', '.join(_ACTIVATIONS)}")
-    if getattr(text, "use_bidirectional_attention", False):
+    if getattr(text, "use_bidirectional_attention", False) not in (None, False, "vision"):  # of images alone
         raise _misfit(text, "its tokens see later ones")
     ropes = ropes_of(text)
     for rope in ropes.values():
@@ -246,7 +295,7 @@ def shape_of(config: Any, dtype: torch.dtype = torch.float64) -> Shape:
         hidden=text.hidden_size,
         ffns=ffns,
         heads=heads,
-        kv_heads=1 if latent is not None else (getattr(text, "num_key_value_heads", None) or heads) if attends else 0,
+        kv_heads=1 if latent is not None else _kv_heads(text, heads) if attends else 0,
         head_dim=head_dim,
         rotary_dim=_rotary_dim(head_dim, latent, ropes),
         vocab=text.vocab_size,
@@ -284,7 +333,15 @@ def shape_of(config: Any, dtype: torch.dtype = torch.float64) -> Shape:
         slopes=tuple(() if (slopes := getattr(text, "slopes", None)) is None else slopes.tolist()),
         rotates_first=text.model_type in _HUNYUAN,
         head_norm_parts=getattr(text, "head_norm_parts", ()),
+        value_norms=MODELS[text.model_type].value_norms,
+        layer_scales=MODELS[text.model_type].layer_scales,
+        layer_input=int(getattr(text, "hidden_size_per_layer_input", None) or 0),
     )
+    if text.model_type == "llama4_text":
+        warmth = (float(text.attn_scale), float(text.floor_scale)) if text.attn_temperature_tuning else None
+        return replace(shape, unit_heads=bool(text.use_qk_norm), warmth=warmth)
+    if text.model_type == "gemma4_text":
+        return replace(shape, **_gemma4(text, shape))
     return replace(shape, **_special(text, shape)) if text.model_type in HYBRIDS else shape
 
 
@@ -292,6 +349,8 @@ def _dense(text: Any, kinds: tuple[LayerKind, ...]) -> tuple[tuple[LayerKind, ..
     """The kinds of a model's layers, and the widths of their MLPs if none had experts."""
     dense = any(kind.feeds for kind in kinds) and hasattr(text, "intermediate_size")
     widths = widths_of(text) if dense else (0,) * len(kinds)
+    if text.model_type == "llama4_text":  # the other width is that of experts
+        widths = (int(text.intermediate_size_mlp),) * len(kinds)
     return kinds, tuple(width if kind.feeds else 0 for kind, width in zip(kinds, widths, strict=True))
 
 
@@ -330,6 +389,20 @@ def _special(text: Any, shape: Shape) -> dict[str, Any]:
             "out_scales": (text.attention_out_multiplier * into, text.ssm_out_multiplier, down)}
 
 
+def _gemma4(text: Any, shape: Shape) -> dict[str, Any]:
+    """What sets Gemma 4's numbers apart."""
+    own, layers = text.per_layer_config, range(shape.num_layers)
+    if shape.layer_input and text.vocab_size_per_layer_input < shape.vocab:
+        raise _misfit(text, f"it has inputs of layers for {text.vocab_size_per_layer_input} tokens, and "
+                            f"{shape.vocab} tokens")
+    sizes = tuple(HeadSizes(own[i].num_key_value_heads, own[i].head_dim, own[i].head_dim,
+                            not text.attention_k_eq_v or text.layer_types[i] == "sliding_attention") for i in layers)
+    wide = 2 if text.use_double_wide_mlp else 1
+    ffns = tuple(width * (1 if shape.source(i) is None else wide) for i, width in enumerate(shape.ffns))
+    return {"sizes": sizes, "kv_heads": min(one.kv_heads for one in sizes), "attention_scale": 1.0, "ffns": ffns,
+            "head_dim": max(one.head_dim for one in sizes), "rotary_dim": max(one.rotary_dim for one in sizes)}
+
+
 def _nemotron_activation(text: Any) -> str:
     """That of its MLPs."""
     if (text.mlp_hidden_act, text.mamba_hidden_act) != ("relu2", "silu"):
@@ -356,6 +429,11 @@ def _rotary_dim(head_dim: int, latent: LatentSizes | None, ropes: dict[str | Non
     return int(head_dim * _rotated(rope))
 
 
+def _kv_heads(text: Any, heads: int) -> int:
+    """Heads of keys and values, where layers differ those of the first."""
+    return getattr(of_layer(text, 0), "num_key_value_heads", None) or heads
+
+
 def _residual_scale(text: Any) -> float:
     if text.model_type == "minicpm3":
         return float(text.scale_depth / text.num_hidden_layers**0.5)
@@ -368,7 +446,7 @@ def _attention_scale(text: Any, head_dim: int) -> float:
 
 
 def _embedding_scale(text: Any, dtype: torch.dtype) -> float:
-    if text.model_type in _GEMMA:
+    if text.model_type in _GEMMA_SCALED:
         return torch.tensor(text.hidden_size**0.5, dtype=torch.float64).to(dtype).item()
     return float(getattr(text, "scale_emb" if text.model_type == "minicpm3" else "embedding_multiplier", 1.0))
 
@@ -435,7 +513,10 @@ class RotaryTable:
             self.cos = self.sin = torch.empty(0, len(where), 0, device=self._device)
             return
         found = [self._table(index, where) for index in range(len(self._kinds))]
-        self.cos, self.sin = (torch.stack([pair[i] for pair in found]).contiguous() for i in (0, 1))
+        widest = max(cos.shape[1] for cos, _ in found)  # beyond its own width a table turns nothing
+        self.cos, self.sin = (
+            torch.stack([pad(pair[i], (0, widest - pair[i].shape[1]), value=1.0 - i) for pair in found]).contiguous()
+            for i in (0, 1))
 
     def _table(self, index: int, where: Tensor) -> tuple[Tensor, Tensor]:
         """Cos and sin [positions, rotary_dim / 2] of one table."""
@@ -454,8 +535,13 @@ def _frequencies(
 ) -> tuple[Tensor, float] | None:
     """Angles per position [rotary_dim / 2] and the factor of cos and sin; None if only the model's code has them."""
     name = rope.get("rope_type", "default")
+    if name == "proportional" and text.model_type == "gemma4_text":
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        angles, factor = ROPE_INIT_FUNCTIONS[name](text, device, layer_type=kind)
+        return angles, float(factor)
     if name == "default" and "rope_theta" in rope:
-        width = int(head_dim_of(text) * rope.get("partial_rotary_factor", 1.0))
+        width = int(head_dim_of(of_layer(text, kind)) * rope.get("partial_rotary_factor", 1.0))
         angles = 1.0 / (rope["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float) / width))
         return angles.to(device), 1.0
     if name in _BY_FUNCTION and kind is None:
@@ -474,8 +560,14 @@ def _module(text: Any) -> Any:
 
 
 def head_dim_of(text: Any) -> int:
-    """Dimensions of an attention head."""
+    """Dimensions of an attention head; where layers differ, of the first one's."""
+    text = of_layer(text, 0)
     return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+
+
+def of_layer(text: Any, layer: int | str | None) -> Any:
+    """The config of a layer, or of a type of layers, where their sizes differ; otherwise the whole config."""
+    return text.per_layer_config[layer] if text.model_type == "gemma4_text" and layer is not None else text
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -202,13 +202,10 @@ class HalvesPaired(ChangedSource):
         return tensor if order is None else tensor[order]
 
     def order(self, name: str, rows: int) -> Tensor | None:
-        """The rows of a matrix, or a bias, in the packed block's order; None if it is not of q or k."""
-        if rows % self._head_dim or not self._parts(name):
+        """The rows of a matrix, or a bias, in the packed block's order; None if it is neither of q nor of k."""
+        if name.split(".")[-2] not in ("q_proj", "k_proj") or rows % self._head_dim:
             return None
         return torch.arange(rows).view(-1, self._head_dim)[:, self._order].flatten()
-
-    def _parts(self, name: str) -> bool:
-        return name.split(".")[-2] in ("q_proj", "k_proj")
 
 
 class GatesBelow(ChangedSource):
@@ -286,6 +283,16 @@ def mxfp4(pairs: Tensor, exponents: Tensor) -> Blocks:
     numbers = torch.stack([pairs & 15, pairs >> 4], -1).flatten(-2)
     data = torch.cat([exponents.unsqueeze(-1), numbers[..., :_HALF] | numbers[..., _HALF:] << 4], -1)
     return Blocks(GgmlType.MXFP4, data.flatten(1), 2 * _HALF * pairs.shape[1])
+
+
+class ExpertsByColumns(ChangedSource):
+    """Llama 4's experts as those of other models: checkpoints and modules have columns for outputs."""
+
+    _MATRICES = ("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj")
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self._source[name]
+        return tensor.mT if name.endswith(self._MATRICES) else tensor
 
 
 def _apart(by_turns: Tensor) -> Tensor:

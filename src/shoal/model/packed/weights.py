@@ -19,30 +19,35 @@ from shoal.heap import give_back
 from shoal.model.gguf.blocks import Blocks
 from shoal.model.gguf.source import GgufSource
 from shoal.model.layers.differential import LAMBDAS, Differential, differential
-from shoal.model.layers.experts import Mixture
+from shoal.model.layers.experts import Apart, Mixture
 from shoal.model.layers.gated_memory import GatedMemory
 from shoal.model.layers.latent import LatentAttention, LatentSizes
+from shoal.model.layers.layer_inputs import LayerInput, LayerInputs
 from shoal.model.layers.mamba import SelectiveScan
 from shoal.model.layers.mixer import Mixer
 from shoal.model.modules import leftovers, refuse
 from shoal.model.packed.classics import viewed
-from shoal.model.packed.experts import ExpertShape
+from shoal.model.packed.experts import ExpertNames, ExpertShape
 from shoal.model.packed.kinds import CLASSICS, Names
 from shoal.model.packed.latent import BY_HEADS, EXPAND, NORM, QUERY_NORM, WIDEN, latent_names, reading
 from shoal.model.packed.linear import ACTIVATIONS, Dense, Linear, parts_of
 from shoal.model.packed.mixers import FORMS, Projection, memory_sizes, memory_unit
-from shoal.model.packed.shape import REMEDY, Shape
+from shoal.model.packed.shape import REMEDY, HeadSizes, Shape
 from shoal.model.packed.source import ExpertsByRows, FewerLayers, Source
 
 _NO_BIAS = ("mistral", "ministral", "phi3", "exaone4", "lfm2", "nemotron_h")
 _NO_OUT_BIAS = ("qwen2", "glm", "glm4", "helium", "qwen2_moe", "glm4_moe")
 _MLP_BIAS = ("llama", "granite", "smollm3", "seed_oss", "helium", "bamba", "falcon_h1", "nemotron_h")
 _HEAD_NORMS = ("qwen3", "gemma3_text", "olmo2", "olmo3", "exaone4", "qwen3_5_text", "lfm2", "olmo_hybrid", "qwen3_moe",
-               "olmoe", "qwen3_next", "qwen3_5_moe_text", "lfm2_moe", "lfm3", "hunyuan_v1_dense", "hunyuan_v1_moe")
+               "olmoe", "qwen3_next", "qwen3_5_moe_text", "lfm2_moe", "lfm3", "gemma4_text", "hunyuan_v1_dense",
+               "hunyuan_v1_moe")
 _FUSED = ("phi3", "glm", "glm4", "granitemoehybrid", "phi4flash")
 _FUSED_QKV = ("phi3", "gpt2", "gpt_bigcode", "gpt_neox", "falcon", "persimmon", "bloom", "mpt", "codegen")
 """Model types whose modules have q, k and v as one matrix."""
 _QKV, _SINKS = ("q_proj", "k_proj", "v_proj"), "sinks"
+_TABLE, _PROJECT, _PROJECT_NORM = "embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm"
+_INPUT_GATE, _INPUT_OUT, _INPUT_NORM = "per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"
+_LAYER_SCALE = "layer_scalar"
 _INNER = "inner_cross_attn."
 _SUB_NORM = f"{_INNER}subln.weight"
 """What the names of differential attention's own tensors begin with, and that of its norm."""
@@ -81,6 +86,7 @@ def check_names(config: Any, shape: Shape, source: Source) -> None:
     if isinstance(source.source if isinstance(source, FewerLayers) else source, GgufSource):
         whole = [forms for forms in whole if not _never(forms, shape, source)]
     known = {f"{head}weight" for head in HEADS} | {name for forms in whole for form in forms for name in form}
+    known |= set(_unused(shape, root))
     if isinstance(source, GgufSource):
         held, left = set(filter(source.has, known)), source.unread(known)
     else:
@@ -100,6 +106,8 @@ def tensors(text: Any, shape: Shape, root: str, tied: bool) -> Iterator[Forms]:
         yield from _norm_tensors(f"{root}{shape.names.embedding_norm}", shape)
     if shape.positions is not None:
         yield _one(f"{root}{shape.names.positions}.weight")
+    if shape.layer_input:
+        yield from (_one(f"{root}{name}.weight") for name in (_TABLE, _PROJECT, _PROJECT_NORM))
     if not tied:
         yield tuple((f"{head}weight",) for head in HEADS)
     if shape.head_biased:
@@ -107,6 +115,15 @@ def tensors(text: Any, shape: Shape, root: str, tied: bool) -> Iterator[Forms]:
     for layer in range(shape.num_layers):
         for forms in _block(text, shape, layer):
             yield tuple(tuple(f"{root}{shape.names.layers}.{layer}.{name}" for name in form) for form in forms)
+
+
+def _unused(shape: Shape, root: str) -> Iterator[str]:
+    """Tensors that checkpoints have of layers which read another layer's keys and values, and that nobody reads."""
+    for layer in range(shape.num_layers if shape.sizes else 0):
+        if shape.source(layer) is not None:
+            attention = f"{root}layers.{layer}.{shape.names.attention}"
+            yield from (f"{attention}{part}.weight" for part in (*_QKV[1:], *shape.names.head_norms[1:]))
+            yield from (f"{attention}{part}.bias" for part in _QKV[1:])
 
 
 def _block(text: Any, shape: Shape, layer: int) -> Iterator[Forms]:
@@ -120,7 +137,8 @@ def _block(text: Any, shape: Shape, layer: int) -> Iterator[Forms]:
         for forms in latent_names(shape.latent, bool(text.attention_bias)):
             yield tuple(tuple(attention + name for name in form) for form in forms)
     elif kind.attends:
-        yield _joining([attention + part for part in _projections(shape)], attention + names.qkv, model in _FUSED_QKV)
+        parts = [attention + part for part in _projections(shape, layer)]
+        yield _joining(parts, attention + names.qkv, model in _FUSED_QKV)
     if kind.gated_mlp:
         yield _joining([mlp + part for part in names.gate_up], mlp + names.joined, model in _FUSED)
     if kind.plain_mlp:
@@ -135,11 +153,17 @@ def _block(text: Any, shape: Shape, layer: int) -> Iterator[Forms]:
     if kind.recurrence is not None:
         yield from (_one(names.mixer + name) for name in FORMS[kind.recurrence].sizes(text))
     if kind.attends and (model in _HEAD_NORMS or (model == "glm4_moe" and text.use_qk_norm)):
-        yield from (_one(f"{attention}{norm}.weight") for norm in names.head_norms)
+        own_norms = names.head_norms[: 2 if shape.source(layer) is None else 1]
+        yield from (_one(f"{attention}{norm}.weight") for norm in own_norms)
+    if shape.layer_input:
+        yield from (_one(f"{name}.weight") for name in (_INPUT_GATE, _INPUT_OUT, _INPUT_NORM))
+    if shape.layer_scales:
+        yield _one(_LAYER_SCALE)
     if kind.attends:
         yield from _head_layer_norms(shape, attention)
+        own = _projections(shape, layer)
         yield from (_one(f"{attention}{part}.bias") for part in _biased(text, names.out)
-                    if (shape.latent is None or part not in _QKV) and not (model in CLASSICS and part in _QKV))
+                    if part not in _QKV or (shape.latent is None and part in own and model not in CLASSICS))
         if model in CLASSICS and text.attention_bias:
             yield _joining([attention + part for part in _QKV], attention + names.qkv, model in _FUSED_QKV, "bias")
         yield from (_one(attention + _SINKS) for _ in range(shape.sinks))
@@ -147,9 +171,10 @@ def _block(text: Any, shape: Shape, layer: int) -> Iterator[Forms]:
         yield from (_one(f"{mlp}{part}.bias") for part in (*names.gate_up[kind.plain_mlp :], names.down))
 
 
-def _projections(shape: Shape) -> tuple[str, ...]:
-    """The matrices of attention, in the order of the fused projection."""
-    return (_QKV[0], *["g_proj"] * shape.head_gates, *_QKV[1:])
+def _projections(shape: Shape, layer: int) -> tuple[str, ...]:
+    """The matrices of a layer's attention, in the order of the fused projection."""
+    own = () if shape.sizes and shape.source(layer) is not None else _QKV[1 : 2 + shape.heads_of(layer).own_values]
+    return (_QKV[0], *["g_proj"] * shape.head_gates, *own)
 
 
 def _mlp_of(shape: Shape, layer: int) -> str:
@@ -170,6 +195,7 @@ def _experts(experts: ExpertShape, beside: bool) -> Iterator[Forms]:
         yield tuple((bias,) for bias in names.bias)
     if beside and names.shared_gate is not None:
         yield _one(names.shared_gate)
+    yield from map(_one, names.apart_by)
     if names.router_bias is not None:
         yield _one(names.router_bias)
     yield from names.biases
@@ -251,6 +277,9 @@ class Layer:
             LayerNorms of each head, with weights of its own, or None.
         latent: latent attention's own parts, or None. Then the rows of `qkv` are those that its `split` takes.
         sinks: [heads], scores that belong to no token, or None.
+        sizes: of attention, where they differ from layer to layer; None for those of the shape.
+        input: what the layer makes of its own input, or None.
+        scale: factor of the layer's outputs, states and all.
     """
 
     qkv: Linear = field(default_factory=_nothing)
@@ -278,6 +307,9 @@ class Layer:
     sinks: Tensor | None = None
     q_norm_bias: Tensor | None = None
     k_norm_bias: Tensor | None = None
+    sizes: HeadSizes | None = None
+    input: LayerInput[Linear] | None = None
+    scale: float = 1.0
 
     @property
     def nbytes(self) -> int:
@@ -294,6 +326,8 @@ class Layer:
         held = [self.qkv, self.out, self.gate_up, self.down, *self.of_mixer]
         if self.latent is not None:
             held += [*self.latent.keys, *self.latent.values, *filter(None, [self.latent.widen])]
+        if self.input is not None:
+            held += [self.input.gate, self.input.out]
         if self.experts is not None:
             held += [self.experts.router, *self.experts.gate_up, *self.experts.down, *(self.experts.latent or ())]
         return tuple(part for matrix in held if matrix.rows for part in parts_of(matrix))
@@ -307,6 +341,7 @@ class Weights:
         head_bias: [vocab], or None.
         positions: [most, hidden], added to the embeddings at each position, or None.
         embedding_norm, embedding_norm_bias: [hidden], of the LayerNorm of embeddings, or None.
+        inputs: makes the inputs of layers' own, where there are any.
     """
 
     layers: list[Layer]
@@ -314,6 +349,7 @@ class Weights:
     head: Linear
     final_norm: Tensor
     final_norm_bias: Tensor | None = None
+    inputs: LayerInputs[Linear] | None = None
     head_bias: Tensor | None = None
     positions: Tensor | None = None
     embedding_norm: Tensor | None = None
@@ -327,6 +363,8 @@ class Weights:
     def matrices(self) -> tuple[Linear, ...]:
         """All packed matrices, a tied one once."""
         ends = (self.head,) if self.embedding is self.head else (self.embedding, self.head)
+        if self.inputs is not None:
+            ends = (*ends, *parts_of(self.inputs.table), *parts_of(self.inputs.project))
         return (*(matrix for layer in self.layers for matrix in layer.matrices()), *ends)
 
 
@@ -360,10 +398,11 @@ class Packer:
         head, own = embedding, _first(self._source, HEADS, "weight")
         if not shape.tied and own is not None:
             head = self.pack({f"{own}weight": shape.vocab}, shape.hidden, "head")
+        inputs = self._inputs() if shape.layer_input else None
         layers = [self.layer(index) for index in range(shape.num_layers)]
         final_norm = self._norm(self._root, names.final_norm)
         assert final_norm is not None
-        weights = Weights(layers, embedding, head, final_norm, self._norm_bias(self._root, names.final_norm))
+        weights = Weights(layers, embedding, head, final_norm, self._norm_bias(self._root, names.final_norm), inputs)
         if shape.head_biased:
             weights.head_bias = self.vector(f"{_first(self._source, HEADS, 'bias') or HEADS[0]}bias", shape.vocab)
         weights.positions = self._positions()
@@ -379,6 +418,23 @@ class Packer:
         name = f"{self._root}{self._shape.names.positions}.weight"
         return self.vector(name, first + count, self._shape.hidden)[first:].contiguous()
 
+    def _inputs(self) -> LayerInputs[Linear]:
+        """What makes the inputs of all layers."""
+        shape, size = self._shape, self._shape.num_layers * self._shape.layer_input
+        rows = int(self._text.vocab_size_per_layer_input)
+        table = self.pack({f"{self._root}{_TABLE}.weight": rows}, size, "table")
+        project = self.pack({f"{self._root}{_PROJECT}.weight": size}, shape.hidden, "matrix")
+        norm = self.vector(f"{self._root}{_PROJECT_NORM}.weight", shape.layer_input)
+        return LayerInputs(table, project, norm, shape.eps)
+
+    def _input(self, name: str) -> LayerInput[Linear]:
+        """What a layer makes of its own input."""
+        shape, size = self._shape, self._shape.layer_input
+        gate = self.pack({f"{name}{_INPUT_GATE}.weight": size}, shape.hidden, "matrix")
+        out = self.pack({f"{name}{_INPUT_OUT}.weight": shape.hidden}, size, "matrix")
+        norm = self.vector(f"{name}{_INPUT_NORM}.weight", shape.hidden)
+        return LayerInput(gate, out, norm, shape.eps, ACTIVATIONS[shape.activation])
+
     def layer(self, index: int) -> Layer:
         """Pack layer `index`."""
         kind, name = self._shape.kind(index), f"{self._root}{self._shape.names.layers}.{index}."
@@ -388,7 +444,7 @@ class Packer:
         elif "latent_attention" in kind.mixers:
             self._latent(layer, name + self._shape.names.attention)
         elif kind.attends:
-            self._attention(layer, name + self._shape.names.attention)
+            self._attention(layer, index, name + self._shape.names.attention)
         if kind.recurrence is not None:
             read = _MixerReader(self, name + self._shape.names.mixer, FORMS[kind.recurrence].sizes(self._text), index)
             layer.mixer, layer.of_mixer = FORMS[kind.recurrence].build(self._text, read), tuple(read.matrices)
@@ -401,6 +457,10 @@ class Packer:
             self._mlp(layer, name + _mlp_of(self._shape, index), self._shape.ffns[index], kind.gated_mlp)
         if kind.experts and self._shape.experts is not None:
             layer.experts = self._experts(name, self._shape.experts, kind.has_mlp)
+        if self._shape.layer_input:
+            layer.input = self._input(name)
+        if self._shape.layer_scales:
+            layer.scale = self.vector(name + _LAYER_SCALE, 1).item()
         layer.attention_norm = self._norm(name, kind.norms.attention)
         layer.mlp_norm = self._norm(name, kind.norms.mlp)
         layer.attention_norm_bias = self._norm_bias(name, kind.norms.attention)
@@ -409,20 +469,28 @@ class Packer:
         layer.mlp_out_norm = self._norm(name, kind.norms.mlp_out)
         return layer
 
-    def _attention(self, layer: Layer, name: str) -> None:
-        shape = self._shape
-        query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    def _attention(self, layer: Layer, index: int, name: str) -> None:
+        shape, sizes = self._shape, self._shape.heads_of(index)
+        query, key = shape.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
         gates = [shape.gate_rows] * shape.head_gates
-        rows = dict(zip(_projections(shape), (query * (1 + shape.gated_attention), *gates, key, key), strict=True))
+        parts = _projections(shape, index)
+        rows = dict(zip(parts, (query * (1 + shape.gated_attention), *gates, key, key), strict=False))
         qkv = {name + part: count for part, count in rows.items()}
         layer.qkv = self._joined(name + shape.names.qkv, qkv, "matrix")
         layer.out = self.pack({f"{name}{shape.names.out}.weight": shape.hidden}, query, "matrix")
+        if shape.sizes:
+            layer.sizes = sizes
         norms = [(f"{name}{norm}", width) for norm, width in zip(shape.names.head_norms, (query, key), strict=True)]
         if shape.head_norm_parts:
             layer.q_norm, layer.k_norm = (self._each_head(*norm, "weight") for norm in norms)
             layer.q_norm_bias, layer.k_norm_bias = (self._each_head(*norm, "bias") for norm in norms)
         else:
-            layer.q_norm, layer.k_norm = (self._head_norm(f"{norm}.weight", width) for norm, width in norms)
+            layer.q_norm, layer.k_norm = (self._head_norm(f"{norm}.weight", width, sizes.head_dim)
+                                          for norm, width in norms)
+        if shape.unit_heads and shape.rotary[index] is not None:
+            layer.q_norm = layer.k_norm = torch.ones(sizes.head_dim, dtype=self._vectors, device=self._device)
+        if shape.source(index) is not None:  # files may have what nobody reads
+            layer.k_norm = None
         whole = self._optional(f"{name}{shape.names.qkv}.bias", sum(qkv.values()))
         layer.qkv_bias = self._joined_bias(qkv) if whole is None else whole
         layer.out_bias = self._optional(f"{name}{shape.names.out}.bias", shape.hidden)
@@ -496,15 +564,26 @@ class Packer:
         if shape.latent:
             first, last = (layer + name for name in names.latent)
             latent = self.pack({first: size}, hidden, "matrix"), self.pack({last: hidden}, size, "matrix")
+        biases = [self._biases(layer, forms, routing.count, rows)
+                  for forms, rows in zip(names.biases, (2 * shape.width, hidden), strict=False)]
         return Mixture(
             routing, self._packed_by(router, "router"),
             self._each(joined[0], dict.fromkeys(into, shape.width), size, routing.count, role),
             self._each(joined[1], {down: size}, shape.width, routing.count, "matrix"),
             ACTIVATIONS[self._shape.activation], bias, gated, shape.plain, latent, shape.clamped,
             None if names.router_bias is None else self.vector(layer + names.router_bias, routing.count),
-            *(self._biases(layer, forms, routing.count, rows)
-              for forms, rows in zip(names.biases, (2 * shape.width, hidden), strict=False)),
+            gate_up_bias=biases[0] if biases else None, down_bias=biases[1] if biases else None, into=shape.into,
+            factors=self.vector(layer + names.apart_by[1], routing.count) if names.apart_by else None,
+            apart=self._apart(layer, names),
         )
+
+    def _apart(self, layer: str, names: ExpertNames) -> Apart | None:
+        """The norms of experts that read the states through norms of their own, or None."""
+        if not names.apart_by:
+            return None
+        hidden, router = self._shape.hidden, names.apart_by[0]
+        inputs, beside, out = (self.vector(layer + norm, hidden) for norm in names.apart_by[2:])
+        return Apart(self.vector(layer + router, hidden) * hidden**-0.5, inputs, beside, out, self._shape.eps)
 
     def _biases(self, layer: str, forms: Forms, count: int, size: int) -> Tensor:
         """The biases of all experts [count, size], as one tensor or in parts."""
@@ -560,8 +639,8 @@ class Packer:
         return self.vector(name, size).repeat(width // size) if shared else self.vector(
             name, width // size, size).flatten()
 
-    def _head_norm(self, name: str, width: int) -> Tensor | None:
-        weight = self._optional(name, width if self._shape.wide_head_norms else self._shape.head_dim)
+    def _head_norm(self, name: str, width: int, size: int) -> Tensor | None:
+        weight = self._optional(name, width if self._shape.wide_head_norms else size)
         return None if weight is None else weight + self._shape.norm_offset
 
     def pack(self, parts: Mapping[str, int], columns: int, role: Role) -> Linear:

@@ -13,8 +13,8 @@ INLINE int products_of(const ShoalModel *m, const Source *s) {
 }
 
 /* Bytes of a query: its line, and the step of integers. */
-INLINE int64_t query_bytes(const ShoalModel *m, int by) {
-    return by == BY_FLOATS ? 4 * round_up(m->head_dim, 32) : 2 * round_up(m->head_dim, 32) + (by == BY_HALVES ? 64 : 0);
+INLINE int64_t query_bytes(int dim, int by) {
+    return by == BY_FLOATS ? 4 * round_up(dim, 32) : 2 * round_up(dim, 32) + (by == BY_HALVES ? 64 : 0);
 }
 
 /* The number of largest magnitude becomes 32767, or -32767. */
@@ -31,22 +31,22 @@ static void store_halves(char *to, const float *x, int dim) {
 static void ready_queries(const Worker *w, const Task *task, int by, int i) {
     const Run *r = w->run;
     const ShoalModel *m = r->m;
-    const int group = m->heads / m->kv_heads, position = r->b->position[task->chosen->token[i]];
-    const int64_t bytes = query_bytes(m, by);
+    const int dim = task->layer->head_dim, group = group_of(m, task), position = r->b->position[task->chosen->token[i]];
+    const int64_t bytes = query_bytes(dim, by);
     float line[MAX_HEAD_DIM] ALIGNED;
     for (int h = 0; h < group; h++) {
         const float *queries = r->qkv + i * r->qkv_line;
         ready_query(m, task->layer, queries, task->head * group + h, position, line);
         char *to = w->queries + ((i - task->segment->first) * group + h) * bytes;
-        if (by == BY_HALVES) store_halves(to, line, m->head_dim);
-        else store_line(to, line, (int)round_up(m->head_dim, 32), by == BY_BF16 ? DTYPE_BF16 : DTYPE_FP32);
+        if (by == BY_HALVES) store_halves(to, line, dim);
+        else store_line(to, line, (int)round_up(dim, 32), by == BY_BF16 ? DTYPE_BF16 : DTYPE_FP32);
     }
 }
 
 static void reset_states(const Run *r, const Task *task, int i) {
-    const int group = r->m->heads / r->m->kv_heads;
+    const int group = group_of(r->m, task);
     for (int head = task->head * group; head < (task->head + 1) * group; head++)
-        reset(state_at(r, task->segment, task->split, i, head), r->m->head_dim);
+        reset(state_at(r, task->segment, task->split, i, head), task->layer->head_dim);
 }
 
 /* The places that token number i, which selects nothing, sees of a chunk whose first place is slot `base`. */
@@ -70,7 +70,8 @@ static void look_ahead(Worker *w, const Source *source, int queries, const int32
 static void attend_chunk(Worker *w, const Task *task, int by, int first, int last, const Seen *seen, int base) {
     const Run *r = w->run;
     const ShoalModel *m = r->m;
-    const int group = m->heads / m->kv_heads, before = task->segment->first;
+    const int group = group_of(m, task), before = task->segment->first;
+    const int64_t bytes = query_bytes(task->layer->head_dim, by);
     const int most = by == BY_BF16 ? MOST_QUERIES : QUERIES;
     for (int k = first; k < last; k += most) {
         const char *q[MOST_QUERIES];
@@ -79,7 +80,7 @@ static void attend_chunk(Worker *w, const Task *task, int by, int first, int las
         const int count = min_int(most, last - k);
         for (int j = 0; j < count; j++) {
             const int i = (k + j) / group, head = (k + j) % group;
-            q[j] = w->queries + (k + j - before * group) * query_bytes(m, by);
+            q[j] = w->queries + (k + j - before * group) * bytes;
             states[j] = state_at(r, task->segment, task->split, i, task->head * group + head);
             sights[j] = seen + (i - first / group);
             if (m->slopes) {
@@ -111,7 +112,7 @@ static void lay_places(Worker *w, const Task *task, const Source *source, int by
 static void attend_path(Worker *w, const Task *task, int by, int i, uint32_t *left, const Seen *seen, int base) {
     const Segment *s = task->segment;
     const ShoalBatch *b = w->run->b;
-    const int group = w->run->m->heads / w->run->m->kv_heads;
+    const int group = group_of(w->run->m, task);
     const uint64_t path = b->ancestors[task->chosen->token[i]];
     uint32_t here = 1u << (i - s->first);
     for (int j = s->first; j < i; j++)
@@ -139,7 +140,7 @@ static void attend_paths(Worker *w, const Task *task, const Source *source, int 
 /* A chunk begins at a multiple of CHUNK positions, so that a slot's place in it does not depend on what is stored. */
 static void attend_slots(Worker *w, const Task *task, const Source *source) {
     const Segment *s = task->segment;
-    const int group = w->run->m->heads / w->run->m->kv_heads, by = products_of(w->run->m, source);
+    const int group = group_of(w->run->m, task), by = products_of(w->run->m, source);
     for (int base = (s->start + task->low) / CHUNK * CHUNK - s->start; base < task->high; base += CHUNK) {
         Seen seen[TOGETHER];
         int high = 0, last = s->first;
@@ -192,7 +193,7 @@ static void attend_list(Worker *w, const Task *task, const Source *source, int i
 
 /* Gather what was selected for token number i, list by list. */
 static void attend_selected(Worker *w, const Task *task, const Source *source, int i) {
-    const int t = task->chosen->token[i], group = w->run->m->heads / w->run->m->kv_heads;
+    const int t = task->chosen->token[i], group = group_of(w->run->m, task);
     const Reads reads = reads_of(w->run, task->entry, t);
     const int lists = !reads.count ? 0 : reads.apart ? group : 1, listed = gathers(w->run, task->entry, t);
     for (int list = 0; list < lists; list++) {
@@ -207,7 +208,7 @@ static void attend_task(Worker *w, const Task *task) {
     const Source source = source_of(w->run, task);
     if (!w->stored) store_new(w, task);
     int here[MAX_TOKENS], all = 0; /* whether the task has slots for any token, and for one without a list */
-    const int asked = s->first * w->run->m->kv_heads + task->head;
+    const int asked = s->first * task->layer->kv_heads + task->head;
     for (int i = s->first; i < s->last; i++) {
         const int parts = listed_parts(w->run, task->entry, task->chosen->token[i]);
         here[i - s->first] = !parts || task->split < parts, all |= !parts;
@@ -224,10 +225,10 @@ static void attend_task(Worker *w, const Task *task) {
 /* Store keys and values of all tokens of a layer, this thread's share. */
 static void store_layer(const Worker *w, int entry, const Chosen *c, const Segment *segments, int count) {
     const ShoalModel *m = w->run->m;
-    const int number = w->run->b->layers[entry];
-    for (int k = w->id; k < count * m->kv_heads; k += w->threads) {
-        Task all = {.segment = segments + k / m->kv_heads, .layer = m->layers + number, .chosen = c, .entry = entry, .number = number};
-        all.head = k % m->kv_heads, all.high = INT32_MAX;
+    const int number = w->run->b->layers[entry], kv_heads = m->layers[number].kv_heads;
+    for (int k = w->id; k < count * kv_heads; k += w->threads) {
+        Task all = {.segment = segments + k / kv_heads, .layer = m->layers + number, .chosen = c, .entry = entry, .number = number};
+        all.head = k % kv_heads, all.high = INT32_MAX;
         store_new(w, &all);
     }
 }
@@ -240,7 +241,7 @@ static void ask_for_slots(const Worker *w, int entry, const Chosen *c) {
     float line[MAX_HEAD_DIM] ALIGNED;
     for (int k = w->id; k < c->count * m->heads; k += w->threads) {
         const int i = k / m->heads, head = k % m->heads, t = c->token[i];
-        ready_head(m, m->layers + number, r->qkv + i * r->qkv_line, head, m->heads, m->layers[number].q_norm, m->layers[number].q_norm_bias, r->b->position[t], line);
+        ready_query(m, m->layers + number, r->qkv + i * r->qkv_line, head, r->b->position[t], line);
         memcpy(r->b->queries + ((int64_t)t * m->heads + head) * m->head_dim, line, 4ll * m->head_dim);
     }
     meet(&r->team, w->id);
@@ -252,7 +253,7 @@ static void ask_for_slots(const Worker *w, int entry, const Chosen *c) {
 static void for_tasks(Worker *w, int entry, const Chosen *c, const Segment *segments, int count, void (*run)(Worker *, const Task *)) {
     const Run *r = w->run;
     const ShoalLayer *layer = r->m->layers + r->b->layers[entry];
-    const int number = layer->reads ? layer->reads - 1 : r->b->layers[entry], kv_heads = r->m->kv_heads;
+    const int number = layer->reads ? layer->reads - 1 : r->b->layers[entry], kv_heads = layer->kv_heads;
     int total = 0;
     for (int i = 0; i < count; i++) total += segments[i].splits * kv_heads;
     for (int first, taken; (first = take(&w->run->team, w->id, QUEUE_TASKS, total, 1, &taken)) >= 0;) {
@@ -296,16 +297,16 @@ INLINE void gate_by_one(float gate, int dim, float *out) {
 }
 
 /* Gate a head's output by its numbers, or its one number, among those of all heads. */
-INLINE void gate_output(const ShoalModel *m, const float *gates, int head, float *out) {
-    const int dim = m->head_dim;
+INLINE void gate_output(const ShoalModel *m, const float *gates, int head, int dim, float *out) {
     if (m->gate_rows == m->heads * dim) gate_by_sigmoid(gates + head * dim, dim, out);
     else gate_by_one(gates[head], dim, out);
 }
 
 /* A head's output: the sums of the splits relative to their common peak. */
 static void merge_head(const Run *r, int entry, const Chosen *c, const Segment *s, int i, int head, float *out) {
-    const int dim = r->m->head_dim, parts = listed_parts(r, entry, c->token[i]), splits = parts ? parts : s->splits;
-    const float *sinks = r->m->layers[r->b->layers[entry]].sinks;
+    const ShoalLayer *layer = r->m->layers + r->b->layers[entry];
+    const int dim = layer->head_dim, parts = listed_parts(r, entry, c->token[i]), splits = parts ? parts : s->splits;
+    const float *sinks = layer->sinks;
     float peak = -INFINITY, total = 0;
     for (int split = 0; split < splits; split++) peak = fmaxf(peak, state_at(r, s, split, i, head)->peak);
     if (sinks) peak = fmaxf(peak, sinks[head]), total = expf(sinks[head] - peak);
@@ -327,12 +328,12 @@ static void subtract_pair(const ShoalLayer *layer, float *first, const float *se
 
 static void merge_splits(const Worker *w, int entry, const Chosen *c, const Segment *s) {
     const Run *r = w->run;
-    const int dim = r->m->head_dim, together = 1 + r->m->differential, heads = r->m->heads / together;
+    const int dim = r->m->layers[r->b->layers[entry]].head_dim, together = 1 + r->m->differential, heads = r->m->heads / together;
     for (int k = s->first * heads + w->id; k < s->last * heads; k += w->threads) {
         const int i = k / heads, head = k % heads * together;
         float *out = r->attended + (int64_t)k * dim, second[MAX_HEAD_DIM];
         merge_head(r, entry, c, s, i, head, out);
-        if (r->m->gate_rows) gate_output(r->m, r->qkv + i * r->qkv_line + heads * dim, head, out);
+        if (r->m->gate_rows) gate_output(r->m, r->qkv + i * r->qkv_line + heads * dim, head, dim, out);
         if (!r->m->differential) continue;
         merge_head(r, entry, c, s, i, head + 1, second);
         subtract_pair(r->m->layers + r->b->layers[entry], out, second, dim);

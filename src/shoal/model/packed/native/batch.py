@@ -117,12 +117,14 @@ class KVBinding:
     """
 
     def __init__(
-        self, keys: Sequence[Tensor | None], values: Sequence[Tensor | None], layers: int, shape: KVSizes,
+        self, keys: Sequence[Tensor | None], values: Sequence[Tensor | None], shapes: Sequence[KVSizes],
         dtype: torch.dtype, own: Sequence[Sequence[OwnSlots | None]] | None = None, seqs: int = 0,
     ) -> None:
+        layers = len(shapes)
         if len(keys) != layers or len(values) != layers:
             raise ValueError(f"KV of {len(keys)} and {len(values)} layers was given; the model has {layers}")
-        rows = {_checked(pair, shape, dtype) for pair in zip(keys, values, strict=True)} - {0}
+        rows = {_checked(pair, shape, dtype) for pair, shape in zip(
+            zip(keys, values, strict=True), shapes, strict=True)} - {0}
         if not rows and (own is not None or seqs):
             rows = {seqs if own is None else len(own[0])}
         if len(rows) != 1:
@@ -130,7 +132,7 @@ class KVBinding:
         self.rows = rows.pop()
         self._tensors: object = keys, values, own
         places = [[t if t is None else t.data_ptr() for t in tensors]
-                  for tensors in (keys, values if shape[2] else keys)]
+                  for tensors in (keys, values if all(shape[2] for shape in shapes) else keys)]
         self._arrays: list[ctypes.Array[Any]] = [(ctypes.c_void_p * layers)(*side) for side in places]
         self._arrays.append((ctypes.c_int32 * layers)(*(0 if t is None else t.shape[2] for t in keys)))
         self.addresses = tuple(ctypes.addressof(one) for one in self._arrays)
@@ -140,6 +142,7 @@ class KVBinding:
             self._arrays.append(table)
             for place, one in ((layer * self.rows + row, one) for layer, line in enumerate(own)
                                for row, one in enumerate(line) if one is not None):
+                shape = shapes[place // self.rows]
                 table[place] = one.struct(shape, dtype)
                 self._arrays += [] if one.lent is None else [_table(one.lent, shape, dtype)]
             self.own_address = ctypes.addressof(table)

@@ -145,6 +145,7 @@ static int check_chain(const ShoalModel *m, const ShoalBatch *b, const ShoalChai
 }
 
 int shoal_check_chains(const ShoalModel *m, const ShoalBatch *b, const ShoalChain *c, char *message, int size) {
+    if (m->layer_input) REFUSE("guesses do not go on in models whose layers have inputs of their own");
     if (m->inputs) REFUSE("guesses do not go on in models with recurrences");
     if (b->own || b->active || b->start || b->select || b->groups)
         REFUSE("guesses go on only in rows that run and store every layer in the cache, and read all of it");

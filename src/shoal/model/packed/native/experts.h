@@ -115,7 +115,7 @@ static void route(const ShoalExperts *e, const float *logits, Route *to) {
     for (int i = 0, k = 0; k < e->top; i++)
         if (chosen[i]) to[k++] = (Route){i, scores[i]}, sum += scores[i];
     const float by = e->normalised ? (sum < e->least ? e->least : sum) : 1.0f;
-    for (int k = 0; k < e->top; k++) to[k].weight = to[k].weight / by * e->scale;
+    for (int k = 0; k < e->top; k++) to[k].weight = to[k].weight / by * e->scale * (e->factors ? e->factors[to[k].expert] : 1.0f);
 }
 
 /* Routes of the chosen tokens, from the logits of all. Threads divide many tokens among them. */
@@ -182,7 +182,7 @@ INLINE int pairs_of(const Lot *lot) { return lot->gate_up->paired ? lot->gate_up
 static void gate_pairs(const Worker *w, const Lot *lot, const Chosen *c, int first, int last) {
     Neurons at = {.ffn = lot->down->cols, .first = lot->first, .line = round_up(lot->down->cols, LANES)};
     const int plain = !lot->gate_up->paired && !lot->gate_up[1].rows, unit = plain ? 1 : 2;
-    if (lot->of) at.limit = lot->of->limit, at.alpha = lot->of->alpha;
+    if (lot->of) at.limit = lot->of->limit, at.alpha = lot->of->alpha, at.factors = lot->of->into ? lot->factor : NULL;
     if (!lot->gate_up->paired && !plain) multiply_sides(w, lot->gate_up, c, lot->gate_up_bias, first, last, finish_gated, &at);
     else for (int block = unit * first, count; block < unit * last; block += count) {
         count = min_int(unit * last - block, PANEL - block % PANEL);
@@ -243,7 +243,7 @@ static void down_lots(Worker *w, Finish *finish) {
     Chosen c;
     for (int first, taken; (first = take(&w->run->team, w->id, 0, l->lot->down->blocks, PANEL, &taken)) >= 0;)
         for (const Lot *lot = l->lot; lot < l->lot + l->count; lot++) {
-            c.count = lot->count, w->factors = lot->factor;
+            c.count = lot->count, w->factors = lot->of && lot->of->into ? NULL : lot->factor;
             memcpy(c.token, lot->token, sizeof(int) * c.count);
             for (int block = first, count; block < first + taken; block += count) {
                 count = min_int(first + taken - block, PANEL - block % PANEL);
@@ -322,12 +322,53 @@ static void run_narrowed(Worker *w, const ShoalLayer *layer, const Chosen *c, co
     multiply_into_states(w, &e->widen, c, NULL, NULL);
 }
 
+/* This thread's columns of the norm of what finish_aside kept, put into the lines of `apart` or added to them. */
+static void put_apart(const Worker *w, const Chosen *c, const float *norm, int first_part) {
+    const Run *r = w->run;
+    const int hidden = r->m->hidden, blocks = (int)r->x_line / LANES;
+    const int first = share(blocks, w->id, w->threads) * LANES, last = share(blocks, w->id + 1, w->threads) * LANES;
+    for (int i = 0; i < c->count; i++) {
+        const float *from = r->qkv + c->token[i] * r->qkv_line;
+        float *to = r->apart + c->token[i] * r->x_line;
+        const Vf scale = vf_all(inverse_rms(from, hidden, r->m->eps));
+        for (int k = first; k < last; k += LANES) {
+            const Vf normed = vf_mul(vf_mul(vf_load(from + k), scale), vf_load_some(head_mask(hidden - k), norm + k));
+            vf_store(to + k, first_part ? normed : vf_add(vf_load(to + k), normed));
+        }
+    }
+    meet(&w->run->team, w->id);
+}
+
+/* Experts that read the states through norms of their own, and the MLP beside them: the norms of what both give are added, and the norm
+   of the sum is added to the states. */
+static void run_apart(Worker *w, const ShoalLayer *layer, const Chosen *c) {
+    Run *r = w->run;
+    const ShoalExperts *e = layer->experts;
+    multiply_normed(w, &e->router, (Norm){e->router_norm, NULL}, e->router_bias, c, r->scores, r->scores_line);
+    const Route *routes = route_tokens(w, e, c->count);
+    open_whole(w, layer, c);
+    multiply_all(w, &layer->down, c, layer->down_bias, finish_aside, NULL);
+    meet(&r->team, w->id);
+    put_apart(w, c, e->beside_norm, 1);
+    w->lots.count = 0;
+    add_experts(w, e, c, routes);
+    const Lines x = lines_read(r, (Norm){e->inputs_norm, NULL}, NULL, 0);
+    sum_lots(w, &x, c, r->x_line);
+    put_apart(w, c, e->out_norm, 0);
+    add_normed_of(w, c, r->apart, r->x_line, layer->mlp_out_norm);
+    meet(&r->team, w->id);
+}
+
 static void run_experts(Worker *w, int entry) {
     Run *r = w->run;
     const ShoalLayer *layer = r->m->layers + r->b->layers[entry];
     const ShoalExperts *e = layer->experts;
     const Chosen c = choose(r->b, entry, RUN_MLP);
     if (!c.count) return;
+    if (e->router_norm) {
+        run_apart(w, layer, &c);
+        return;
+    }
     multiply_normed(w, &e->router, norm_after(layer), e->router_bias, &c, r->scores, r->scores_line);
     const Route *routes = route_tokens(w, e, c.count);
     if (e->narrow.rows) {

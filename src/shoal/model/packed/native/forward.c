@@ -6,6 +6,7 @@
 #include "experts.h"
 #include "gated_memory.h"
 #include "latent.h"
+#include "layer_inputs.h"
 #include "likeliest.h"
 #include "lookup.h"
 #include "recurrence.h"
@@ -77,14 +78,14 @@ static int64_t own_acts(const ShoalModel *m, const ShoalBatch *b) { return round
 static Worker worker_of(Run *r, int id, int threads) {
     const ShoalModel *m = r->m;
     const int tokens = r->b->tokens, group = m->kv_heads ? m->heads / m->kv_heads : 0;
-    Worker w = {.run = r, .id = id, .threads = threads};
+    Worker w = {.run = r, .id = id, .threads = threads, .after = 1};
     char *at = r->private + id * r->private_bytes;
     w.acts = acts_at(at, tokens, deepest(m)), w.shared = acts_at(r->together, tokens, deepest(m));
     w.shared.line = w.acts.line, w.shared.plain = w.acts.plain;
     at += own_acts(m, r->b);
     w.queries = at, at += min_int(tokens, TOGETHER) * group * round_up(m->head_dim, 32) * 4;
     w.sums = (float *)at, at += round_up(4ll * SUMS, 64);
-    w.line = (float *)at, at += 4 * round_up(m->hidden, LANES);
+    w.line = (float *)at, at += 4 * round_up(max_int(m->hidden, m->layer_input), LANES);
     at += lay_out_lots(&w.lots, m, r->b, at);
     w.best = r->best ? r->best + (int64_t)id * r->b->wanted_count : NULL;
     for (int i = 0; w.best && i < r->b->wanted_count; i++) w.best[i] = (Largest){-INFINITY, INT32_MAX};
@@ -98,7 +99,7 @@ static int64_t private_bytes(const ShoalModel *m, const ShoalBatch *b) {
     int64_t queries = min_int(tokens, TOGETHER) * (m->kv_heads ? m->heads / m->kv_heads : 0) * round_up(m->head_dim, 32) * 4;
     Lots lots;
     queries += lay_out_lots(&lots, m, b, NULL);
-    return own_acts(m, b) + queries + round_up(4ll * SUMS, 64) + 4 * round_up(m->hidden, LANES) + chunk_bytes(m->head_dim);
+    return own_acts(m, b) + queries + round_up(4ll * SUMS, 64) + 4 * round_up(max_int(m->hidden, m->layer_input), LANES) + chunk_bytes(m->head_dim);
 }
 
 /* The most (token, head, split) states that a layer needs. */
@@ -113,12 +114,16 @@ static int64_t lay_out(Run *r, char *memory, int threads) {
     const ShoalModel *m = r->m;
     const int64_t tokens = r->b->tokens;
     r->x_line = round_up(m->hidden, LANES);
-    r->qkv_line = round_up(max_int(qkv_rows(m), max_int(m->hidden, m->narrow)), LANES); /* see finish_aside */
+    r->qkv_line = round_up(max_int(m->qkv_rows, max_int(m->hidden, m->narrow)), LANES); /* see finish_aside */
     r->hidden_line = round_up(m->ffn, LANES);
     r->private_bytes = round_up(private_bytes(m, r->b), 128);
     float *at = (float *)memory;
     r->x = r->read = at, at += tokens * r->x_line;
     if (m->keeps || m->parallel) r->read = at, at += tokens * r->x_line;
+    r->own_line = round_up(m->layer_input * m->num_layers, LANES);
+    r->own = at, at += tokens * r->own_line;
+    r->apart = at;
+    if (m->apart) at += tokens * r->x_line;
     r->qkv = at, at += tokens * r->qkv_line;
     r->attended = at, at += round_up(tokens * m->heads * m->head_dim, LANES);
     r->raw_line = round_up(m->raw, LANES), r->wide_line = round_up(m->wide, LANES);
@@ -174,6 +179,7 @@ static void run_layers(Worker *w) {
         if (layer->recurrence) run_recurrence(w, entry);
         if (m->keeps) renew_states(w, entry, RUN_MLP, layer->post_norm, m->kept[2]);
         if (layer->down.rows || layer->experts) run_mlp(w, entry);
+        if (layer->input_gate.rows) run_layer_input(w, entry);
     }
     copy_states(w, w->run->b->active_count);
     run_head(w);
@@ -183,6 +189,7 @@ static void run_tokens(Worker *w) {
     embed(w);
     meet(&w->run->team, w->id);
     if (w->run->m->embedding_norm && !w->run->b->vectors) norm_embeddings(w);
+    if (w->run->m->layer_input) make_layer_inputs(w);
     run_layers(w);
 }
 

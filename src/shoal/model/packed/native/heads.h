@@ -32,7 +32,8 @@ INLINE void centre_head(float *x, int dim, const float *weight, const float *bia
    rounded up to 32, zero-padded. */
 static void ready_head(const ShoalModel *m, const ShoalLayer *layer, const float *all, int head, int heads, const float *norm,
                        const float *bias, int position, float *to) {
-    const int dim = m->head_dim, half = m->rotary_dim / 2;
+    const int dim = layer->head_dim, half = layer->rotary_dim / 2;
+    const int64_t line = (int64_t)position * (m->rotary_dim / 2);
     const float *x = all + head * dim, *given = norm;
     if (bias || m->rotates_first) norm = NULL; /* which comes later, or is another one */
     const float scale = !norm ? 1.0f : layer->wide_norms ? inverse_rms(all, heads * dim, m->eps) : inverse_rms(x, dim, m->eps);
@@ -44,18 +45,25 @@ static void ready_head(const ShoalModel *m, const ShoalLayer *layer, const float
         vf_store(to + j, v);
     }
     if (bias) centre_head(to, dim, given + head * dim, bias + head * dim, m->eps);
-    if (layer->cos) rotate(to, layer->cos + (int64_t)position * half, layer->sin + (int64_t)position * half, half);
+    if (layer->cos) rotate(to, layer->cos + line, layer->sin + line, half);
     if (given && m->rotates_first) norm_in_place(to, dim, given, m->eps);
+}
+
+/* The factor of queries at a position where they are scaled by it (Llama 4, arXiv 2501.19399). */
+INLINE float warmth(const ShoalLayer *layer, int position) {
+    return log1pf(floorf(((float)position + 1.0f) / layer->warm_step)) * layer->warm_share + 1.0f;
 }
 
 /* The same for a query: one of a differential pair has its numbers in its own half of a key's dimensions. */
 INLINE void ready_query(const ShoalModel *m, const ShoalLayer *layer, const float *all, int head, int position, float *to) {
     if (!m->differential) {
         ready_head(m, layer, all, head, m->heads, layer->q_norm, layer->q_norm_bias, position, to);
+        const Vf warm = vf_all(layer->warm_step > 0 ? warmth(layer, position) : 1.0f);
+        for (int j = 0; layer->warm_step > 0 && j < round_up(layer->head_dim, 32); j += LANES) vf_store(to + j, vf_mul(vf_load(to + j), warm));
         return;
     }
-    const int half = m->head_dim / 2;
-    memset(to, 0, 4 * round_up(m->head_dim, 32));
+    const int half = layer->head_dim / 2;
+    memset(to, 0, 4 * round_up(layer->head_dim, 32));
     memcpy(to + head % 2 * half, all + head * half, 4 * half);
 }
 

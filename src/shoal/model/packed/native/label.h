@@ -141,7 +141,7 @@ static void score_labels(Worker *w, const Task *task) {
         const int words = words_of_label(&labels), halves = labels.bytes == 2;
         some[c->width] = 0; /* for an odd last number */
         for (int h = 0; h < group; h++) {
-            ready_head(m, task->layer, r->qkv + i * r->qkv_line, task->head * group + h, m->heads, task->layer->q_norm, task->layer->q_norm_bias, r->b->position[t], line);
+            ready_query(m, task->layer, r->qkv + i * r->qkv_line, task->head * group + h, r->b->position[t], line);
             for (int j = 0; j < c->width; j++) some[j] = line[labels.dims[j]];
             store_line(w->queries + h * 4 * words, some, halves ? 2 * words : words, halves ? DTYPE_BF16 : DTYPE_FP32);
         }

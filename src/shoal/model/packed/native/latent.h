@@ -53,7 +53,7 @@ static void project_latent(Worker *w, const ShoalLayer *layer, const Chosen *c) 
         }
     const int before = l->widen.rows ? l->widen.cols : m->heads * size;
     for (int i = share(c->count, w->id, w->threads), last = share(c->count, w->id + 1, w->threads); i < last; i++)
-        ready_latent(m, l, r->raw + i * r->raw_line + before, r->qkv + i * r->qkv_line + first_key(m));
+        ready_latent(m, l, r->raw + i * r->raw_line + before, r->qkv + i * r->qkv_line + first_key(m, layer));
     meet(team, w->id);
 }
 

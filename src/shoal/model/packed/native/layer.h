@@ -193,20 +193,24 @@ static void finish_added(const Worker *w, const Chosen *c, const float *bias, in
         }
 }
 
-/* Normalise what finish_aside kept, and add this thread's columns of it to the states. */
-static void add_normed(const Worker *w, const Chosen *c, const float *norm) {
+/* Normalise lines `line` apart, such as finish_aside kept, and add this thread's columns of them to the states. */
+static void add_normed_of(const Worker *w, const Chosen *c, const float *lines, int64_t line, const float *norm) {
     const Run *r = w->run;
     const int hidden = r->m->hidden, blocks = (int)r->x_line / LANES;
     const int first = share(blocks, w->id, w->threads) * LANES, last = share(blocks, w->id + 1, w->threads) * LANES;
     for (int i = 0; i < c->count; i++) {
-        const float *from = r->qkv + c->token[i] * r->qkv_line;
+        const float *from = lines + c->token[i] * line;
         float *x = r->x + c->token[i] * r->x_line;
-        const Vf scale = vf_all(inverse_rms(from, hidden, r->m->eps) * w->scale);
+        const Vf scale = vf_all(inverse_rms(from, hidden, r->m->eps) * w->scale), after = vf_all(w->after);
         for (int k = first; k < last; k += LANES) {
             Vf normed = vf_mul(vf_mul(vf_load(from + k), scale), vf_load_some(head_mask(hidden - k), norm + k));
-            vf_store(x + k, vf_add(vf_load(x + k), normed));
+            vf_store(x + k, vf_mul(vf_add(vf_load(x + k), normed), after));
         }
     }
+}
+
+static void add_normed(const Worker *w, const Chosen *c, const float *norm) {
+    add_normed_of(w, c, w->run->qkv, w->run->qkv_line, norm);
 }
 
 /* Neurons of an MLP or of a part of it, where the first line of their activations begins, and the length of a line. */
@@ -214,6 +218,7 @@ typedef struct {
     int ffn;
     int64_t first, line;
     float limit, alpha; /* of a clamped unit, see ShoalExperts */
+    const float *factors; /* of what each line reads; or NULL */
 } Neurons;
 
 INLINE Vf clamped_unit(const Neurons *n, Vf gate, Vf up) {
@@ -253,6 +258,7 @@ static void finish_gated(const Worker *w, const Chosen *c, const float *bias, in
             const int row = (block + b) / 2 * LANES;
             Vf gate = vf_mul(result(w, c, bias, row, ffn, b, i), vf_all(r->m->gate_scale));
             Vf up = result(w, c, bias ? bias + ffn : NULL, row, ffn, b + 1, i);
+            if (at.factors) gate = vf_mul(gate, vf_all(at.factors[i])), up = vf_mul(up, vf_all(at.factors[i]));
             const Vf out = at.limit > 0 ? clamped_unit(&at, gate, up) : vf_mul(activated(r->m->activation, gate), up);
             vf_store(hidden + c->token[i] * at.line + row, out);
         }
@@ -332,6 +338,7 @@ static void run_attention(Worker *w, int entry) {
     if (!c.count) return;
     Segment segments[MAX_TOKENS];
     const int count = segments_of(r, layer, entry, &c, segments);
+    w->chunk.dim = layer->head_dim;
     project_heads(w, layer, &c);
     const int labels = labels_in(r, entry, &c);
     w->stored = layer->reads || r->b->select || labels || chosen_in(r, entry, &c) || c.count > TOGETHER || spreads(segments, count);
@@ -354,7 +361,7 @@ static void run_attention(Worker *w, int entry) {
     if (r->b->choices) choose_slots(w, entry, &c, CHOOSES);
     meet(&r->team, w->id);
     if (r->b->choices && w->id == 0) note_choices(r, entry, &c); /* nobody reads the choice before the next layer */
-    Lines mixed = {.x = r->attended, .step = (int64_t)r->m->heads * query_dim(r->m), .count = c.count};
+    Lines mixed = {.x = r->attended, .step = (int64_t)r->m->heads * query_dim(r->m, layer), .count = c.count};
     if (layer->latent) {
         open_latent(w, layer, &c);
         mixed.x = r->opened, mixed.step = r->m->opened;
@@ -368,8 +375,8 @@ static void run_attention(Worker *w, int entry) {
 static void run_groups(Worker *w, int entry);
 static void run_experts(Worker *w, int entry);
 
-/* The whole MLP of a layer, for these tokens. */
-static void run_whole(Worker *w, const ShoalLayer *layer, const Chosen *c) {
+/* The MLP of a layer up to its last matrix, whose inputs are then prepared, for these tokens. */
+static void open_whole(Worker *w, const ShoalLayer *layer, const Chosen *c) {
     const Run *r = w->run;
     prepare_together(w, layer->gate_up, lines_read(r, norm_after(layer), c->token, c->count));
     Neurons all = {.ffn = layer->down.cols, .line = r->hidden_line};
@@ -378,6 +385,11 @@ static void run_whole(Worker *w, const ShoalLayer *layer, const Chosen *c) {
     else multiply_both(w, layer->gate_up, c, layer->gate_up_bias, finish_gated, &all);
     meet(&w->run->team, w->id);
     prepare_together(w, &layer->down, (Lines){.x = r->hidden, .step = r->hidden_line, .tokens = c->token, .count = c->count});
+}
+
+/* The whole MLP of a layer. */
+static void run_whole(Worker *w, const ShoalLayer *layer, const Chosen *c) {
+    open_whole(w, layer, c);
     multiply_into_states(w, &layer->down, c, layer->down_bias, layer->mlp_out_norm);
 }
 
@@ -386,12 +398,13 @@ static void run_mlp(Worker *w, int entry) {
     const ShoalLayer *layer = r->m->layers + r->b->layers[entry];
     const Chosen c = choose_group(r->b, entry, WHOLE);
     w->scale = r->m->residual_scale * r->m->out_scales[2];
-    if (layer->experts) {
-        run_experts(w, entry);
-        return;
+    w->after = layer->input_gate.rows ? 1 : layer->scale;
+    if (layer->experts) run_experts(w, entry);
+    else {
+        if (c.count) run_whole(w, layer, &c);
+        if (r->b->groups) run_groups(w, entry);
     }
-    if (c.count) run_whole(w, layer, &c);
-    if (r->b->groups) run_groups(w, entry);
+    w->after = 1;
 }
 
 #endif

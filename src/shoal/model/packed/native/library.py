@@ -57,8 +57,10 @@ class ExpertsStruct(ctypes.Structure):
         ("router", Weight), ("parts", POINTER(Weight)), ("narrow", Weight), ("widen", Weight), ("bias", c_void_p),
         ("router_bias", c_void_p), ("gate_up_bias", c_void_p), ("down_bias", c_void_p), ("count", c_int32),
         ("top", c_int32), ("groups", c_int32), ("top_groups", c_int32), ("best", c_int32), ("sigmoid", c_int32),
-        ("normalised", c_int32), ("gated", c_int32), ("added", c_float), ("least", c_float), ("scale", c_float),
-        ("jitter", c_float), ("limit", c_float), ("alpha", c_float),
+        ("normalised", c_int32), ("gated", c_int32), ("into", c_int32), ("added", c_float), ("least", c_float),
+        ("scale", c_float), ("jitter", c_float), ("factors", c_void_p), ("router_norm", c_void_p),
+        ("inputs_norm", c_void_p), ("beside_norm", c_void_p), ("out_norm", c_void_p), ("limit", c_float),
+        ("alpha", c_float),
     ]
 
 
@@ -80,7 +82,11 @@ class LayerStruct(ctypes.Structure):
         ("wide_norms", c_int32), ("recurrence", POINTER(RecurrenceStruct)), ("latent", POINTER(LatentStruct)),
         ("experts", POINTER(ExpertsStruct)), ("attention_norm_bias", c_void_p), ("mlp_norm_bias", c_void_p),
         ("pair_norm", c_void_p), ("pair_share", c_float), ("reads", c_int32), ("memory_unit", c_int32),
-        ("sinks", c_void_p), ("q_norm_bias", c_void_p), ("k_norm_bias", c_void_p),
+        ("sinks", c_void_p), ("q_norm_bias", c_void_p), ("k_norm_bias", c_void_p), ("kv_heads", c_int32),
+        ("head_dim", c_int32), ("rotary_dim", c_int32),
+        ("value_norm", c_int32), ("chunked", c_int32), ("warm_share", c_float), ("warm_step", c_float),
+        ("keys_are_values", c_int32), ("scale", c_float), ("input_gate", Weight),
+        ("input_out", Weight), ("input_out_norm", c_void_p),
     ]
 
 
@@ -88,11 +94,12 @@ class Model(ctypes.Structure):
     """A decoder."""
 
     _fields_ = [
-        ("hidden", c_int32), ("ffn", c_int32), ("heads", c_int32), ("kv_heads", c_int32), ("head_dim", c_int32),
-        ("rotary_dim", c_int32), ("vocab", c_int32), ("num_layers", c_int32), ("activation", c_int32),
-        ("kv_dtype", c_int32), ("embedding_dtype", c_int32), ("eps", c_float), ("attention_scale", c_float),
-        ("residual_scale", c_float), ("embedding_scale", c_float), ("logit_scale", c_float), ("attention_cap", c_float),
-        ("logit_cap", c_float), ("gate_scale", c_float), ("out_scales", c_float * 3), ("keeps", c_int32),
+        ("hidden", c_int32), ("ffn", c_int32), ("heads", c_int32), ("vocab", c_int32), ("num_layers", c_int32),
+        ("activation", c_int32), ("kv_dtype", c_int32), ("kv_heads", c_int32), ("head_dim", c_int32),
+        ("rotary_dim", c_int32), ("qkv_rows", c_int32), ("embedding_dtype", c_int32), ("eps", c_float),
+        ("attention_scale", c_float), ("residual_scale", c_float), ("embedding_scale", c_float),
+        ("logit_scale", c_float), ("attention_cap", c_float), ("logit_cap", c_float), ("gate_scale", c_float),
+        ("out_scales", c_float * 3), ("keeps", c_int32),
         ("kept", c_float * 3), ("differential", c_int32), ("gate_rows", c_int32), ("inputs", c_int32),
         ("channels", c_int32), ("outputs", c_int32), ("raw", c_int32), ("wide", c_int32), ("opened", c_int32),
         ("experts", c_int32), ("top", c_int32), ("expert_ffn", c_int32), ("narrow", c_int32),
@@ -101,6 +108,8 @@ class Model(ctypes.Structure):
         ("positions", c_void_p), ("embedding_norm", c_void_p), ("embedding_norm_bias", c_void_p),
         ("position_count", c_int32), ("parallel", c_int32), ("rotates_first", c_int32), ("slopes", c_void_p),
         ("qkv_limit", c_float),
+        ("layer_input", c_int32), ("apart", c_int32), ("input_table", Weight), ("input_project", Weight),
+        ("input_norm", c_void_p),
     ]
 
 

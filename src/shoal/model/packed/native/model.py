@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from shoal.model.experts import ExpertMLPs
+from shoal.model.kv.chunk import Chunk
 from shoal.model.layers.experts import Mixture
 from shoal.model.layers.gated_delta import GatedDelta
 from shoal.model.layers.gated_memory import GatedMemory
 from shoal.model.layers.latent import EPS, LatentAttention
+from shoal.model.layers.layer_inputs import LayerInputs
 from shoal.model.layers.mamba import SelectiveScan
 from shoal.model.layers.mixer import Mixer
 from shoal.model.packed.linear import Linear, parts_of
@@ -191,8 +193,10 @@ class NativeModel:
             own: per layer and sequence what it stores outside its place, or None; None if there is nothing at all.
             seqs: number of places where no layer stores anything in them.
         """
-        shape = (*self.shape.keys, self.shape.value_dim)
-        return KVBinding(keys, values, self.num_layers, shape, self._kv_dtype, own, seqs)
+        kinds = [self.shape.kv_sizes(layer) for layer in range(self.num_layers)]
+        default = (*self.shape.keys, self.shape.value_dim)
+        shapes = [sizes if any(sizes) else default for sizes in kinds]
+        return KVBinding(keys, values, shapes, self._kv_dtype, own, seqs)
 
     def forward(
         self, batch: NativeBatch, kv: KVBinding, threads: int | None = None, taps: Tensor | None = None,
@@ -373,12 +377,20 @@ class NativeModel:
     def _layer(self, index: int, layer: Layer) -> LayerStruct:
         shape, struct, kind = self.shape, LayerStruct(window=self.shape.windows[index] or 0), self.shape.kind(index)
         hidden, ffn, source = shape.hidden, shape.ffns[index], shape.source(index)
-        query, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        qkv = shape.qkv_rows if source is None else query
+        sizes = shape.heads_of(index)
+        query, kv = shape.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
+        qkv = shape.qkv_rows_of(index)
+        (struct.kv_heads, struct.head_dim), struct.rotary_dim = shape.keys, sizes.rotary_dim
+        if shape.sizes:
+            struct.kv_heads, struct.head_dim = sizes.kv_heads, sizes.head_dim
+        struct.chunked = isinstance(shape.windows[index], Chunk)
+        if shape.warmth is not None and shape.rotary[index] is None:
+            struct.warm_share, struct.warm_step = shape.warmth
+        struct.value_norm, struct.keys_are_values, struct.scale = shape.value_norms, not sizes.own_values, layer.scale
         struct.reads = 0 if source is None else source + 1
         if layer.latent is not None:
-            sizes = layer.latent.sizes
-            qkv, query = sizes.rows, sizes.heads * sizes.value
+            latent = layer.latent.sizes
+            qkv, query = latent.rows, latent.heads * latent.value
             struct.latent = ctypes.pointer(self._latent(layer.latent))
         if kind.attends:
             struct.qkv = self._stack("qkv", layer.qkv, qkv, hidden)
@@ -398,7 +410,7 @@ class NativeModel:
         struct.wide_norms = wide and layer.q_norm_bias is None
         lengths = dict.fromkeys(("attention_norm", "mlp_norm", "attention_out_norm", "mlp_out_norm", "out_bias",
                                  "down_bias", "attention_norm_bias", "mlp_norm_bias"), hidden)
-        lengths |= {"q_norm": query if wide else shape.head_dim, "k_norm": kv if wide else shape.head_dim,
+        lengths |= {"q_norm": query if wide else sizes.head_dim, "k_norm": kv if wide else sizes.head_dim,
                     "q_norm_bias": query, "k_norm_bias": kv,
                     "qkv_bias": qkv, "gate_up_bias": (2 if kind.gated_mlp else 1) * ffn, "sinks": shape.heads}
         for name, length in lengths.items():
@@ -407,6 +419,10 @@ class NativeModel:
             normed = (layer.differential.norm * (1 - layer.differential.start)).contiguous()
             struct.pair_norm = self._vector("the norm of pairs", normed, shape.keys[1])
             struct.pair_share = layer.differential.share.item()
+        if layer.input is not None:
+            struct.input_gate = self._matrix("the gate of inputs", layer.input.gate, shape.layer_input, hidden)
+            struct.input_out = self._matrix("the matrix of inputs", layer.input.out, hidden, shape.layer_input)
+            struct.input_out_norm = self._vector("the norm of inputs", layer.input.norm, hidden)
         if layer.memory_unit is not None and source is not None:
             self._memory_unit(struct, layer.memory_unit, source)
         if None in (not kind.mixers or struct.attention_norm or struct.attention_out_norm,
@@ -474,6 +490,7 @@ class NativeModel:
                              f"there must be as many of each, and at most {MAX_EXPERTS}")
         struct = ExpertsStruct(**{name: getattr(routing, name) for name in _ROUTING}, gated=experts.gated)
         struct.jitter = routing.jitter or 0.0
+        struct.into = experts.into
         struct.router = self._matrix("router", experts.router, routing.count + experts.gated, hidden)
         struct.bias = self._vector("the bias of the router", experts.bias, routing.count)
         parts, size, narrow = (Weight * (3 * routing.count))(), experts.down[0].rows, 0
@@ -485,6 +502,10 @@ class NativeModel:
             biases = vars(experts)[name]
             flat = None if biases is None else biases.flatten()
             setattr(struct, name, self._vector(f"{name} of experts", flat, routing.count * length))
+        struct.factors = self._vector("factors of experts", experts.factors, routing.count)
+        if experts.apart is not None:
+            for name, norm in zip(("router", "inputs", "beside", "out"), vars(experts.apart).values(), strict=False):
+                setattr(struct, f"{name}_norm", self._vector(f"a norm of experts, {name},", norm, hidden))
         if experts.clamped is not None:
             struct.limit, struct.alpha = experts.clamped.limit, experts.clamped.alpha
         for number, (gate_up, down) in enumerate(zip(experts.gate_up, experts.down, strict=True)):
@@ -500,11 +521,15 @@ class NativeModel:
     def _model_struct(
         self, weights: Weights, embedding: Tensor | PackedWeight | None, head_bias: Tensor | None
     ) -> Model:
-        shape, struct = self.shape, Model(num_layers=self.num_layers, ffn=max(self.shape.ffns), layers=self._structs)
+        shape, struct = self.shape, Model(num_layers=self.num_layers, layers=self._structs)
+        struct.ffn, struct.layer_input = max(*shape.ffns, shape.layer_input), shape.layer_input
+        struct.apart = any(layer.experts is not None and layer.experts.apart is not None for layer in weights.layers)
+        if weights.inputs is not None:
+            self._add_inputs(struct, weights.inputs)
         for name in _SIZES:
             setattr(struct, name, getattr(shape, name))
         (struct.kv_heads, struct.head_dim), struct.differential = shape.keys, shape.differential
-        struct.gate_rows = shape.gate_rows
+        struct.gate_rows, struct.qkv_rows = shape.gate_rows, self._widest()
         struct.attention_cap, struct.logit_cap = shape.attention_cap or 0.0, shape.logit_cap or 0.0
         struct.out_scales = (c_float * 3)(*shape.out_scales)
         struct.keeps, struct.kept = shape.kept is not None, (c_float * 3)(*shape.kept or ())
@@ -539,6 +564,21 @@ class NativeModel:
             struct.embedding_dtype = _KV_DTYPES[embedding.dtype]
             struct.embedding = address("embedding", embedding, (shape.vocab, shape.hidden), embedding.dtype)
         return struct
+
+    def _widest(self) -> int:
+        """The most queries, gates, keys and values together of any layer, as `first_key` of run.h counts them."""
+        shape = self.shape
+        if shape.sizes:
+            return shape.qkv_rows
+        kv_heads, size = shape.keys
+        return shape.heads * shape.head_dim + shape.gate_rows + 2 * kv_heads * size
+
+    def _add_inputs(self, struct: Model, inputs: LayerInputs[Linear]) -> None:
+        """The matrices that make the inputs of layers' own."""
+        size, table = self.num_layers * self.shape.layer_input, as_packed(inputs.table)
+        struct.input_table = self._matrix("the table of inputs", table, table.rows, size)
+        struct.input_project = self._matrix("the projection of inputs", inputs.project, size, self.shape.hidden)
+        struct.input_norm = self._vector("the norm of projected inputs", inputs.norm, self.shape.layer_input)
 
     def _stack(self, name: str, matrix: Linear, rows: int, columns: int) -> Array[Weight]:
         """The structs of up to three matrices, one above the other."""

@@ -52,6 +52,9 @@ typedef struct {
     int64_t raw_line, wide_line;
     float *scores;  /* [tokens] lines of a router's outputs */
     int64_t scores_line;
+    float *apart;    /* [tokens] lines like those of x, of the sum of an MLP and experts that stand apart from it */
+    float *own;      /* [tokens][own_line], inputs of all layers */
+    int64_t own_line;
     float *narrowed; /* [tokens] lines of what experts read in place of states */
     int64_t narrowed_line;
     Route *routes;  /* [tokens][top] */
@@ -66,11 +69,10 @@ typedef struct {
 } Run;
 
 /* Dimensions of a query. */
-INLINE int query_dim(const ShoalModel *m) { return m->differential ? m->head_dim / 2 : m->head_dim; }
+INLINE int query_dim(const ShoalModel *m, const ShoalLayer *layer) { return m->differential ? layer->head_dim / 2 : layer->head_dim; }
 
-/* Where the keys begin among the outputs of the fused projection before attention, and the number of all. */
-INLINE int first_key(const ShoalModel *m) { return m->heads * query_dim(m) + m->gate_rows; }
-INLINE int qkv_rows(const ShoalModel *m) { return first_key(m) + 2 * m->kv_heads * m->head_dim; }
+/* Where the keys begin among the outputs of the fused projection before attention. */
+INLINE int first_key(const ShoalModel *m, const ShoalLayer *layer) { return m->heads * query_dim(m, layer) + m->gate_rows; }
 
 /* The tokens of a batch that run a part of a layer, in order. */
 typedef struct {
@@ -96,9 +98,10 @@ typedef struct {
     float *sums;   /* of a panel, see multiply() */
     Largest *best;    /* of each wanted token, if no logits are returned; or NULL */
     float scale;   /* of what the current sublayer adds to the states */
+    float after;   /* factor of the states that follow a normed addition */
     const float *factors; /* of each chosen token, besides; or NULL */
     Lots lots;
-    float *line;   /* [hidden rounded up to whole vectors] */
+    float *line;   /* [hidden, or the numbers of a layer's input, rounded up to whole vectors] */
     int asked;     /* whose queries these are: first token of a segment * KV heads + KV head; -1: nobody's */
     int stored;    /* whether the keys and values of the current layer are already in the cache */
     Chunk chunk;
@@ -169,6 +172,7 @@ INLINE int slot_of(const ShoalBatch *b, int t, int stored, int place) {
 
 /* The first slot that a token sees. */
 INLINE int first_slot(const ShoalLayer *layer, int position, int start) {
+    if (layer->chunked) return max_int(0, position / layer->window * layer->window - start);
     return layer->window ? max_int(0, position - layer->window + 1 - start) : 0;
 }
 

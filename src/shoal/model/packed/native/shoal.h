@@ -83,8 +83,12 @@ typedef struct {
     int32_t groups, top_groups; /* equal groups of experts, and how many of them a token's experts are of */
     int32_t best;             /* by how many of its best experts a group counts: 1 or 2 */
     int32_t sigmoid, normalised, gated;
+    int32_t into; /* whether weights are factors of what experts read, not of what they give */
     float added, least, scale; /* scale: of the weights */
     float jitter; /* of SparseMixer, see Routing in model/layers/experts.py; 0: the usual weights */
+    const float *factors; /* [count], of the weights once they are normalised; or NULL */
+    const float *router_norm, *inputs_norm, *beside_norm, *out_norm; /* [hidden], of experts that read the states through norms of their
+                             own: of what the router and the experts read, and of what the MLP and they give; or NULL */
     float limit, alpha; /* of (up + 1) gate sigmoid(alpha gate), with gate <= limit and |up| <= limit; limit 0: the usual unit */
 } ShoalExperts;
 
@@ -120,10 +124,21 @@ typedef struct {
     const float *sinks;     /* [heads], further scores of the softmax, which belong to no slot; or NULL */
     const float *q_norm_bias, *k_norm_bias; /* [heads][head_dim]: biases of these norms, which then are LayerNorms of each head, with as
                                                many weights; or NULL */
+    int32_t kv_heads, head_dim, rotary_dim; /* of this layer's keys */
+    int32_t value_norm;     /* whether values are normalised, without a weight */
+    int32_t chunked;        /* whether the window is of chunks: it begins anew at multiples of its size */
+    float warm_share, warm_step; /* of queries, see warmth(); or a step of 0 */
+    int32_t keys_are_values; /* whether values are the projected keys, before their norm and rotation */
+    float scale;            /* of the layer's outputs, states and all */
+    ShoalWeight input_gate, input_out; /* of the layer's own input, see layer_inputs.h; or no rows */
+    const float *input_out_norm;       /* [hidden] */
 } ShoalLayer;
 
 typedef struct {
-    int32_t hidden, ffn /* of the widest layer */, heads, kv_heads, head_dim, rotary_dim, vocab, num_layers, activation, kv_dtype;
+    int32_t hidden, ffn /* of the widest layer */, heads, vocab, num_layers, activation, kv_dtype;
+    int32_t kv_heads, head_dim, rotary_dim; /* the least, and the most, of any layer; of models that choose slots all layers are equal.
+                                               Lines of rotary tables are rotary_dim / 2 long */
+    int32_t qkv_rows;                       /* of the widest layer */
     int32_t embedding_dtype;
     float eps, attention_scale, residual_scale, embedding_scale, logit_scale;
     float attention_cap, logit_cap; /* soft caps of scores and logits; 0: none */
@@ -152,6 +167,10 @@ typedef struct {
     int32_t rotates_first; /* whether queries and keys are rotated before they are normalised */
     const float *slopes;   /* [heads]: what a slot's place less the query's is multiplied by and added to the score (ALiBi); or NULL */
     float qkv_limit;       /* the largest size of a number of q, k and v; 0: none */
+    int32_t layer_input;   /* numbers of a token's input to each layer; 0: there is none */
+    int32_t apart;         /* whether some layer's experts read the states through norms of their own */
+    ShoalWeight input_table, input_project; /* [tokens, num_layers layer_input] and [num_layers layer_input, hidden] */
+    const float *input_norm;                /* [layer_input] */
 } ShoalModel;
 
 /* Some slots of a row in memory that other rows may read too, and nobody writes: [kv_heads, count] lines in the type of the cache. */
