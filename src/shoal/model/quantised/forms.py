@@ -32,11 +32,12 @@ class Stored:
 
     Args:
         source: the checkpoint.
+        types: of its tensors by name, as safetensors calls them.
         stem: what their names begin with.
     """
 
-    def __init__(self, source: Source, stem: str) -> None:
-        self._source, self.stem = source, stem
+    def __init__(self, source: Source, types: Mapping[str, str], stem: str) -> None:
+        self._source, self._types, self.stem = source, types, stem
 
     def has(self, part: str) -> bool:
         """Whether there is a part."""
@@ -48,6 +49,10 @@ class Stored:
             what = f"a checkpoint without {f'{self.stem}.{part}'!r}"
             raise Unsupported(what, "the numbers of that matrix mean nothing without it", REMEDY)
         return self._source[f"{self.stem}.{part}"]
+
+    def type(self, part: str) -> str | None:
+        """The type of a part, by which nothing is read; None if there is none."""
+        return self._types.get(f"{self.stem}.{part}")
 
     def misfit(self, why: str) -> Unsupported:
         """The error for parts that do not belong together."""
@@ -73,6 +78,10 @@ class StoredForm(ABC):
 
     def reads(self, stored: Stored) -> bool:
         """Whether a matrix whose `main` is there is stored so; else it is a plain one."""
+        return True
+
+    def in_blocks(self, stored: Stored) -> bool:
+        """Whether it may be held as blocks of the same numbers."""
         return True
 
     @abstractmethod
@@ -170,7 +179,11 @@ class FourBitFloats(StoredForm):
 
     @override
     def reads(self, stored: Stored) -> bool:
-        return stored["weight_packed"].dtype == torch.uint8
+        return stored.type("weight_packed") == "U8"
+
+    @override
+    def in_blocks(self, stored: Stored) -> bool:
+        return stored.type("weight_scale") == "U8"
 
     @override
     def read(self, stored: Stored) -> Blocks | Tensor:
@@ -196,7 +209,11 @@ class Scaled(StoredForm):
 
     @override
     def reads(self, stored: Stored) -> bool:
-        return stored["weight"].dtype in (*FP8, torch.int8)
+        return stored.type("weight") in ("F8_E4M3", "F8_E5M2", "I8")
+
+    @override
+    def in_blocks(self, stored: Stored) -> bool:
+        return stored.type("weight") == "I8"
 
     @override
     def read(self, stored: Stored) -> GroupScaled | Tensor:
@@ -240,7 +257,11 @@ class NormalFloats(StoredForm):
 
     @override
     def reads(self, stored: Stored) -> bool:
-        return stored["weight"].dtype in (torch.uint8, torch.int8)
+        return stored.type("weight") in ("U8", "I8")
+
+    @override
+    def in_blocks(self, stored: Stored) -> bool:
+        return False
 
     @override
     def read(self, stored: Stored) -> Tensor:

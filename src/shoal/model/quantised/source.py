@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from shoal.errors import Unsupported
 from shoal.model.gguf.blocks import Blocks
-from shoal.model.packed.source import ChangedSource, Source
+from shoal.model.packed.source import ChangedSource, FileSource
 from shoal.model.quantised.forms import FORMS, REMEDY, Stored, StoredForm
 from shoal.model.quantised.levels import GroupScaled
 
@@ -25,9 +25,10 @@ class QuantisedSource(ChangedSource):
         said: its config's `quantization_config`, whose `quant_method` is one of `FORMS`.
     """
 
-    def __init__(self, source: Source, said: Mapping[str, Any]) -> None:
+    def __init__(self, source: FileSource, said: Mapping[str, Any]) -> None:
         super().__init__(source)
         self._forms = [form(said) for form in FORMS[said["quant_method"]]]
+        self._types = source.types()
 
     @override
     def names(self) -> list[str]:
@@ -48,6 +49,9 @@ class QuantisedSource(ChangedSource):
 
     def blocks(self, names: Sequence[str]) -> Blocks | None:
         """Matrices, one above the other, as GGUF blocks of the same numbers; None if they have no such form."""
+        forms = [(self._form(name), self._stored(name)) for name in names]
+        if not all(form is not None and form.in_blocks(stored) for form, stored in forms):
+            return None
         found = [self._found(name) for name in names]
         blocks = [one for one in found if isinstance(one, Blocks)]
         scaled = [one for one in found if isinstance(one, GroupScaled)]
@@ -66,7 +70,7 @@ class QuantisedSource(ChangedSource):
         if form is None:
             return None
         try:
-            return form.read(Stored(self._source, name.removesuffix(f".{_PLAIN}")))
+            return form.read(self._stored(name))
         except Unsupported:
             raise
         except (RuntimeError, ValueError, TypeError, LookupError) as error:  # of parts whose shapes or types are odd
@@ -74,11 +78,13 @@ class QuantisedSource(ChangedSource):
             raise Unsupported(f"a checkpoint whose {name!r} cannot be read", why, REMEDY) from error
 
     def _form(self, name: str) -> StoredForm | None:
-        stem = name.removesuffix(f".{_PLAIN}")
-        if stem == name:
+        stored = self._stored(name)
+        if stored.stem == name:
             return None
-        stored = Stored(self._source, stem)
         return next((form for form in self._forms if stored.has(form.main) and form.reads(stored)), None)
+
+    def _stored(self, name: str) -> Stored:
+        return Stored(self._source, self._types, name.removesuffix(f".{_PLAIN}"))
 
     def _plain(self, name: str) -> str | None:
         """The name of the weight for which a tensor stands; None if it lies beside one."""
