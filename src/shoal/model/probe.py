@@ -424,11 +424,10 @@ def _explain(before: Tensor, after: Tensor, config: Any) -> Callable[[Tensor], T
 
 
 def _numbers(config: Any) -> list[float]:
-    """The distinct positive numbers in a model's config, then the hidden size over each of them (MiniCPM)."""
+    """The distinct positive numbers in a model's config."""
     text = config.get_text_config().to_dict()
     numbers = (float(v) for v in text.values() if isinstance(v, int | float) and not isinstance(v, bool))
-    found = [v for v in dict.fromkeys(numbers) if v > 0]
-    return [*found, *(text["hidden_size"] / v for v in found if text.get("hidden_size"))]
+    return [v for v in dict.fromkeys(numbers) if v > 0]
 
 
 def _changes(number: float) -> list[Callable[[Tensor], Tensor]]:
