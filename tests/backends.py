@@ -52,7 +52,9 @@ class Backend:
 
     def fits(self, family: str) -> bool:
         """Whether it runs the family."""
-        return self.name == "hf" or family in PACKED
+        if self.name == "hf":
+            return family != "minicpm3"  # whose states the modules scale by a ratio of sizes, which the probe refuses
+        return family in PACKED
 
     def runner(self, family: str, **overrides: Any) -> ModelRunner:
         """The runner of a family, made once; skips the test where the backend cannot run on this machine."""

@@ -72,7 +72,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"attention_types": [[["global", "local"], 2]], "num_layers": 4, "num_heads": 2},
         "local attention of gpt_neo",
     ),
-    "a state instead of KV": ("mamba", {"state_size": 4}, "layers of type linear_attention|MambaBlock is given no KV"),
     "an encoder": ("bert", {}, "BertLayer is given no KV cache"),
     "an encoder made a decoder": ("bert", {"is_decoder": True}, "prepares its embeddings in a way"),
     "no KV at all": ("openai-gpt", _OLD, "is given no KV cache"),

@@ -83,6 +83,8 @@ class GgufCheckpoint:
 
         try:
             file = GgufFile(self.path)
+            if self._said is not None and self._said[0].metadata.get("split.count", 1) == 1:
+                check_said(*self._said)
             return file, config_of(file)
         except Unsupported as reason:
             self._reason = reason
