@@ -103,8 +103,13 @@ class HFRunner(ModelRunner):
     @cached_property
     @override
     def can_split(self) -> bool:
-        """Whether a layer without its attention and its MLP is the identity, which a split needs."""
-        layer = None if self.state_bytes else without(self.parts.layers[0], ATTENTION)
+        """Whether layers without their attention and their MLP are the identity, which a split needs."""
+        kinds = {tuple(map(type, layer.modules())): number for number, layer in enumerate(self.parts.layers)}
+        return not self.state_bytes and all(map(self._splits, kinds.values()))
+
+    def _splits(self, number: int) -> bool:
+        """Whether that is so of one layer."""
+        layer = without(self.parts.layers[number], ATTENTION)
         rest = None if layer is None else without(layer, MLP)
         if rest is None:
             return False
@@ -113,7 +118,7 @@ class HFRunner(ModelRunner):
         with torch.no_grad():
             call = _PaddedCall(self, [chunk], cache)
             try:
-                return torch.equal(call.through(rest, 0, LayerWork("layer", (0,), (2,))), call.hidden)
+                return torch.equal(call.through(rest, number, LayerWork("layer", (0,), (2,))), call.hidden)
             except (RuntimeError, TypeError, ValueError):  # the sublayer does not return what `_Nothing` does
                 return False
 
