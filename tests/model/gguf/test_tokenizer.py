@@ -53,6 +53,35 @@ def test_every_pre_tokenizer_cuts_as_in_llama_cpp(pre: str, tmp_path: Path) -> N
     oracle.close()
 
 
+def gemma4(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """A file of Gemma 4's kind, with the merges that SentencePiece's files leave out, and the words of one of those."""
+    words = sentencepiece(False)
+    tokens, kinds = words["tokenizer.ggml.tokens"], words["tokenizer.ggml.token_type"]
+    pairs = implied_merges(tokens, kinds, [-score for score in words["tokenizer.ggml.scores"]])
+    merges = [f"{tokens[first]} {tokens[second]}" for first, second in pairs]
+    return file_with(folder, words | {"tokenizer.ggml.model": "gemma4", "tokenizer.ggml.merges": merges}), words
+
+
+def test_gemma4s_tokenizer_is_sentencepieces_with_its_merges(tmp_path: Path) -> None:
+    path, words = gemma4(tmp_path)
+    found = tokenizer_of(read_header(path))
+    (tmp_path / "other").mkdir()
+    twin = tokenizer_of(read_header(file_with(tmp_path / "other", words)))
+    for text in [*TEXT[:4], *ODD]:
+        assert found.decode(ids(found, text)) == text
+        if "\n" not in text:
+            assert ids(found, text) == ids(twin, text), text
+    assert found("a b")["input_ids"][0] == found.bos_token_id
+
+
+def test_gemma4s_tokenizer_gives_the_ids_of_llama_cpp(tmp_path: Path) -> None:
+    path, _ = gemma4(tmp_path)
+    found, oracle = tokenizer_of(read_header(path)), Oracle(path, words_only=True)
+    for text in [*TEXT[:4], *ODD]:
+        assert ids(found, text) == oracle.ids(text), text
+    oracle.close()
+
+
 @pytest.mark.parametrize("pre", ["qwen2", "llama-bpe", "gpt-2", "smollm"])
 def test_the_ids_of_the_tokenizer_that_it_was_made_from(pre: str, tmp_path: Path) -> None:
     rules = PRE_TOKENIZERS[pre]

@@ -43,6 +43,10 @@ _MARKED = _REST.replace(r"\p{L}", r"\p{L}\p{M}", 1)
 QWEN35 = (rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}|{_MARKED}",)
 TEKKEN = (rf"{_CASED % ('', '')}|\p{{N}}|{_SLASHED}",)
 GPT4O = (rf"{_CASED % (_ENDINGS + '?', _ENDINGS + '?')}|\p{{N}}{{1,3}}|{_SLASHED}",)
+BLOOM = (r" ?[^(\s|.,!?…。，、।۔،)]+",)
+HUNYUAN = (r"\p{N}{1,3}", r"[一-龥぀-ゟ゠-ヿ]+",
+           r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"
+           r" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", *GPT2, r"\p{N}+", "[0-9][0-9][0-9]")
 FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", *GPT2, "[0-9][0-9][0-9]")
 SPACE = "\u2581"
@@ -76,7 +80,7 @@ def _named(names: str, one: PreTokenizer) -> dict[str, PreTokenizer]:
 
 PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     **_named("default", PreTokenizer(DEFAULT)),
-    **_named("gpt-2 phi-2 jina-es jina-de gigachat jina-v2-es jina-v2-de a.x-4.0 mellum modern-bert jina-v1-en "
+    **_named("gpt-2 phi-2 jina-es jina-de gigachat jina-v2-es jina-v2-de a.x-4.0 mellum modern-bert jina-v1-en exaone4 "
              "jina-v2-code roberta-bpe mpt olmo jais trillion granite-docling", PreTokenizer(GPT2)),
     **_named("smollm starcoder refact command-r codeshell exaone minerva-7b mellum2", PreTokenizer(DIGITS)),
     **_named("llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano",
@@ -89,6 +93,9 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     **_named("tekken", PreTokenizer(TEKKEN, whole_words=True, add_bos=True)),
     **_named("gpt-4o llama4 kanana2 talkie minimax-m2", PreTokenizer(GPT4O)),
     **_named("falcon", PreTokenizer(FALCON)),
+    **_named("bloom poro-chat gpt3-finnish", PreTokenizer(BLOOM)),
+    **_named("viking", PreTokenizer((*BLOOM, r"\p{N}"))),
+    **_named("hunyuan-dense", PreTokenizer(HUNYUAN)),
 }
 """Pre-tokenizers by name: facts of the models' own tokenizers, collected in llama.cpp (src/llama-vocab.cpp)."""
 
@@ -168,8 +175,12 @@ def _made(header: Header) -> Any | None:
         tokens = [SPACE * len(token) if token.isspace() and not token.strip(" ") else token
                   for token in _distinct(vocabulary)]
         backend, add_bos = _sentencepiece(tokens, vocabulary, metadata.architecture), True
+    elif vocabulary.kind == "gemma4":
+        tokens = _distinct(vocabulary)
+        backend, add_bos = _spaced(tokens, _pairs(vocabulary.merges), vocabulary, prefixed=False), True
+        backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+"), "isolated")
     else:
-        raise Unsupported(f"a GGUF tokenizer of model {vocabulary.kind!r}", "Shoal reads gpt2 and llama", _REMEDY)
+        raise Unsupported(f"a GGUF tokenizer of model {vocabulary.kind!r}", "known are gpt2, llama, gemma4", _REMEDY)
     _add_special(backend, tokens, vocabulary, metadata.architecture)
     return _wrapped(backend, tokens, vocabulary, add_bos, metadata)
 
@@ -220,11 +231,16 @@ def _sentencepiece(tokens: list[str], vocabulary: Vocabulary, architecture: str)
     keys: Sequence[float] = range(len(tokens)) if in_order else [-score for score in vocabulary.scores]
     if len(keys) < len(tokens):
         raise ValueError(f"the GGUF tokenizer of model 'llama' has no scores; they must be there. {_REMEDY}")
+    prefixed = vocabulary.add_space_prefix if vocabulary.add_space_prefix is not None else True
+    return _spaced(tokens, merges_of(tokens, vocabulary.kinds, keys), vocabulary, prefixed)
+
+
+def _spaced(tokens: list[str], merges: list[tuple[str, str]], vocabulary: Vocabulary, prefixed: bool) -> Tokenizer:
+    """BPE of characters with SentencePiece's one for spaces, and bytes for characters that no token has."""
     options: dict[str, Any] = {"byte_fallback": True, "fuse_unk": True}
     if vocabulary.unk is not None:
         options["unk_token"] = tokens[vocabulary.unk]
-    backend = _bpe(tokens, merges_of(tokens, vocabulary.kinds, keys), **options)
-    prefixed = vocabulary.add_space_prefix if vocabulary.add_space_prefix is not None else True
+    backend = _bpe(tokens, merges, **options)
     spaces = normalizers.Replace(" ", SPACE)
     backend.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces]) if prefixed else spaces
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
