@@ -105,18 +105,12 @@ def _convert(model: Any, folder: Path) -> None:
     from conversion import get_model_class
 
     known: Any = get_model_class(type(model).__name__)
-    tokens = [chr(33 + place) if place < 94 else f"<{place}>" for place in range(model.config.vocab_size)]
 
     class Converter(known):  # type: ignore[misc]
         model_arch, no_mtp = known.model_arch, True
 
         def set_vocab(self) -> None:
-            self.gguf_writer.add_tokenizer_model("gpt2")
-            self.gguf_writer.add_tokenizer_pre("llama-bpe")
-            self.gguf_writer.add_token_list([*tokens[:94], "!!", *tokens[95:]])
-            self.gguf_writer.add_token_types([gguf.TokenType.NORMAL] * len(tokens))
-            self.gguf_writer.add_token_merges(["! !"])
-            self.gguf_writer.add_eos_token_id(len(tokens) - 1)
+            script.add_vocabulary(self.gguf_writer, model.config.vocab_size)
 
     with torch.inference_mode():
         Converter(folder, gguf.LlamaFileType.MOSTLY_BF16, folder / "floats.gguf").write()

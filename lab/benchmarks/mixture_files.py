@@ -119,13 +119,7 @@ def _metadata(writer: gguf.GGUFWriter, shape: Shape) -> None:
     for key, value in (shape.own or {}).items():
         add = writer.add_uint32 if isinstance(value, int) else writer.add_float32
         add(f"{shape.arch}.{key}", value)  # type: ignore[arg-type]
-    tokens = [chr(33 + place) if place < 94 else f"<{place}>" for place in range(shape.vocab)]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("llama-bpe")
-    writer.add_token_list([*tokens[:94], "!!", *tokens[95:]])
-    writer.add_token_types([gguf.TokenType.NORMAL] * len(tokens))
-    writer.add_token_merges(["! !"])
-    writer.add_eos_token_id(len(tokens) - 1)
+    script.add_vocabulary(writer, shape.vocab)
 
 
 def _tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...], Type]]:

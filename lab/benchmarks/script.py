@@ -24,6 +24,17 @@ def heading(file: str, argv: Sequence[str], machine: Mapping[str, Any] | None = 
     return report.heading(env.collect() if machine is None else machine, command)
 
 
+def add_vocabulary(writer: Any, count: int) -> None:
+    """Give a GGUF file, by a `gguf.GGUFWriter`, a vocabulary of that many tokens without a meaning."""
+    normal, tokens = 1, [chr(33 + place) if place < 94 else f"<{place}>" for place in range(count)]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("llama-bpe")
+    writer.add_token_list([*tokens[:94], "!!", *tokens[95:]])
+    writer.add_token_types([normal] * count)
+    writer.add_token_merges(["! !"])
+    writer.add_eos_token_id(count - 1)
+
+
 def publish(file: str, argv: Sequence[str], found: Mapping[str, Any], path: Path | None) -> None:
     """Write the report of a script to a path, if there is one, and print it on one line."""
     report.publish({**heading(file, argv), **found}, path)

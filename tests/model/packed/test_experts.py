@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from backends import CPU, packed
+from cuts import check_bits, check_near
 from drive import gap, prompt
 from families import MIXED_RECURRENT, MIXTURES, RECURRENT, tiny
 from hybrid_steps import one_by_one
@@ -75,8 +76,7 @@ def model_of(variant: str, dtype: torch.dtype = torch.float32) -> Any:
 def test_logits_are_those_of_the_modules(variant: str, dtype: torch.dtype) -> None:
     model, ids = model_of(variant, dtype), prompt(30)
     wanted, runner = one_by_one(model, ids), packed(model)
-    for sizes in ((30,), (5, 20, 1, 4)):
-        assert gap(chunked_logits(runner, ids, sizes), wanted) < NEAR[dtype] * float(wanted.abs().max())
+    check_near(runner, ids, wanted, NEAR[dtype])
     assert check_parity(runner, model, {torch.float32: 1e-4, torch.float64: 1e-4}) < 1e-2
 
 
@@ -84,12 +84,7 @@ def test_logits_are_those_of_the_modules(variant: str, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_of_the_kernels_are_those_of_the_modules_however_the_text_is_cut(variant: str) -> None:
     model, ids = model_of(variant), prompt(40)
-    runner, wanted = packed(model, kernels=True), one_by_one(model, ids)
-    assert isinstance(runner, NativeRunner)
-    whole = chunked_logits(runner, ids, (40,))
-    assert gap(whole, wanted) < NEAR[torch.float32] * float(wanted.abs().max())
-    for sizes in ((5, 25, 1, 9), (17, 23), (1,) * 40):
-        assert torch.equal(chunked_logits(runner, ids, sizes), whole)
+    check_bits(model, ids, one_by_one(model, ids), NEAR[torch.float32])
 
 
 @pytest.mark.parametrize("on", [False, pytest.param(True, marks=kernels)], ids=["torch", "kernels"])

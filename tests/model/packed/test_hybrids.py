@@ -13,6 +13,7 @@ import torch
 import shoal
 import shoal.model.packed.build as build_module
 from backends import CPU, packed
+from cuts import check_near
 from drive import gap, prompt
 from families import PACKED_RECURRENT, tiny
 from hybrid_steps import one_by_one, unpacked
@@ -64,8 +65,7 @@ def test_logits_are_those_of_the_modules(variant: str, dtype: torch.dtype) -> No
     model = tiny(family, dtype=dtype, layers=LAYERS, **changes)
     ids, runner = prompt(30), packed(model)
     wanted, near = one_by_one(model, ids), NEAR[dtype] * (ENLARGED if family == "mamba" else 1)
-    for sizes in ((30,), (5, 20, 1, 4)):
-        assert gap(chunked_logits(runner, ids, sizes), wanted) < near * float(wanted.abs().max())
+    check_near(runner, ids, wanted, near)
     assert check_parity(runner, model, {torch.float32: 1e-4, torch.float64: 1e-4}) < 1e-2
 
 

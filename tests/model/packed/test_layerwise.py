@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from backends import CPU, packed
+from cuts import check_bits, check_near
 from drive import decode, gap, oracle_logits, path_to, prompt, stack_of
 from families import LAYERWISE, tiny
 from method_matrix import CORE, LAB
@@ -78,20 +79,14 @@ def test_logits_are_those_of_the_modules(variant: str, dtype: torch.dtype) -> No
     model, ids = exactly(model_of(variant, dtype)), prompt(30)
     wanted, runner = logits_of(model, ids), packed(model)
     near = 1e-4 if dtype == torch.float32 else next((CASTS[one] for one in CASTS if variant.startswith(one)), 1e-10)
-    for sizes in ((30,), (5, 20, 1, 4)):
-        assert gap(chunked_logits(runner, ids, sizes), wanted) < near * float(wanted.abs().max())
+    check_near(runner, ids, wanted, near)
 
 
 @kernels
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_of_the_kernels_are_those_of_the_modules_however_the_text_is_cut(variant: str) -> None:
     model, ids = model_of(variant), prompt(40)
-    runner, wanted = packed(model, kernels=True), logits_of(model, ids)
-    assert isinstance(runner, NativeRunner)
-    whole = chunked_logits(runner, ids, (40,))
-    assert gap(whole, wanted) < 1e-4 * float(wanted.abs().max())
-    for sizes in ((5, 25, 1, 9), (17, 23), (1,) * 40):
-        assert torch.equal(chunked_logits(runner, ids, sizes), whole)
+    check_bits(model, ids, logits_of(model, ids), 1e-4)
 
 
 @kernels

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import shoal
 from backends import packed
+from cuts import check_bits, check_near
 from drive import gap, prompt
 from families import RECURRENT, fingerprint, tiny
 from hybrid_steps import unpacked
@@ -56,20 +57,14 @@ each_change = pytest.mark.parametrize("changes", [
 def test_logits_are_those_of_the_modules_however_the_text_is_cut(dtype: torch.dtype, changes: dict[str, Any]) -> None:
     model, ids = tiny("recurrent_gemma", dtype=dtype, layers=LAYERS, **changes), prompt(30)
     runner, wanted = packed(model), of_modules(model, ids)
-    for sizes in ((30,), (5, 20, 1, 4)):
-        assert gap(chunked_logits(runner, ids, sizes), wanted) < 1e-5 * float(wanted.abs().max())
+    check_near(runner, ids, wanted, 1e-5)
 
 
 @kernels
 @each_change
 def test_logits_of_the_kernels_are_those_of_the_modules_however_the_text_is_cut(changes: dict[str, Any]) -> None:
     model, ids = tiny("recurrent_gemma", dtype=torch.float32, layers=LAYERS, **changes), prompt(40)
-    runner, wanted = packed(model, kernels=True), exact(ids, **changes)
-    assert isinstance(runner, NativeRunner)
-    whole = chunked_logits(runner, ids, (40,))
-    assert gap(whole, wanted) < 1e-4 * float(wanted.abs().max())
-    for sizes in ((5, 25, 1, 9), (17, 23), (1,) * 40):
-        assert torch.equal(chunked_logits(runner, ids, sizes), whole)
+    check_bits(model, ids, exact(ids, **changes), 1e-4)
 
 
 @kernels

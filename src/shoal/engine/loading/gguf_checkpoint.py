@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from importlib.util import find_spec
 from itertools import chain
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +84,7 @@ class GgufCheckpoint:
 
         try:
             file = GgufFile(self.path)
-            if self._said is not None and self._said[0].metadata.get("split.count", 1) == 1:
-                check_said(*self._said)
+            check_counts(file.header, {name: prod(info.shape) for name, info in file.header.tensors.items()})
             return file, config_of(file)
         except Unsupported as reason:
             self._reason = reason
@@ -151,8 +151,13 @@ def modules_of(file: GgufFile, config: Any, dtype: torch.dtype) -> Any:
 
 def check_said(header: Header, sizes: Mapping[str, int]) -> None:
     """Refuse metadata of a wrong type, and numbers that do not fit the `sizes` of tensors; the ValueError says what."""
-    metadata = Metadata(header)
     vocabulary_of(header)
+    check_counts(header, sizes)
+
+
+def check_counts(header: Header, sizes: Mapping[str, int]) -> None:
+    """Refuse numbers that do not fit the `sizes` of tensors; the ValueError says what."""
+    metadata = Metadata(header)
     layers, largest = metadata.whole("block_count", 1, least=0), max(sizes.values(), default=0)
     if layers > len(sizes):
         raise ValueError(f"the GGUF file announces {layers} layers and has {len(sizes)} tensors; each layer has "

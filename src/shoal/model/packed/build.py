@@ -27,9 +27,9 @@ from shoal.model.packed.repacked import Repacked
 from shoal.model.packed.runner import PackedRunner
 from shoal.model.packed.shape import REMEDY, RotaryTable, Shape, shape_of
 from shoal.model.packed.source import (
+    BY_COLUMNS,
     PUBLISHED,
     ColumnsAsRows,
-    ExpertsByColumns,
     ExpertsByRows,
     FewerLayers,
     FileSource,
@@ -200,8 +200,8 @@ def build(
         source = _apart(config.get_text_config(), source)
     if config.get_text_config().model_type == "gpt_oss" and not isinstance(file, GgufSource):
         source = ExpertsByRows(source)
-    if config.get_text_config().model_type == "llama4_text" and not isinstance(file, GgufSource):
-        source = ExpertsByColumns(source)
+    if config.get_text_config().model_type in BY_COLUMNS and not isinstance(file, GgufSource):
+        source = ColumnsAsRows(source, BY_COLUMNS[config.get_text_config().model_type])
     if config.model_type in PUBLISHED and not isinstance(plain, ModelSource | GgufSource):
         source = PublishedNames(source, PUBLISHED[config.model_type])
     if not isinstance(plain, ModelSource):  # a loaded model needs no check
@@ -210,7 +210,7 @@ def build(
         check_names(config, shape, source)
     as_held = source
     if not isinstance(file, GgufSource):
-        source = _with_rows(config.get_text_config(), shape, source)
+        source = _with_rows(shape, source)
     straight = source is as_held
     ordered: GatesBelow | HalvesPaired | LatentRows | None = None
     if shape.interleaved:
@@ -249,10 +249,8 @@ def build(
     return (NativeRunner if kernels else PackedRunner)(shape, weights, rotary, dtype, device)
 
 
-def _with_rows(text: Any, shape: Shape, source: Source) -> Source:
-    """A checkpoint whose matrices have rows for outputs, a fused one those of q, k and v one after the other."""
-    if text.model_type == "gpt2":
-        return ColumnsAsRows(source)
+def _with_rows(shape: Shape, source: Source) -> Source:
+    """A checkpoint whose fused matrix has the rows of q, k and v one after the other."""
     rows = rows_of(shape.qkv_order, shape.heads, shape.kv_heads, shape.head_dim)
     if rows is not None and shape.interleaved:
         turned = rows[: (shape.heads + shape.kv_heads) * shape.head_dim].view(-1, shape.head_dim)

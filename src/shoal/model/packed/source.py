@@ -52,6 +52,11 @@ PUBLISHED: Mapping[str, Published] = MappingProxyType({
         (".gate.e_score_correction_bias", ".gate.expert_bias"), *_FORGET), "self_attn."),
 })
 """Model types whose checkpoints use other names, which transformers changes as it loads them."""
+BY_COLUMNS: Mapping[str, tuple[str, ...]] = MappingProxyType({
+    "gpt2": (".c_attn.weight", ".c_proj.weight", ".c_fc.weight"),
+    "llama4_text": ("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"),
+})
+"""Ends of the names of matrices that have columns for outputs, by model type."""
 
 
 class Source(Protocol):
@@ -152,12 +157,19 @@ class ChangedSource(Source, ABC):
 
 
 class ColumnsAsRows(ChangedSource):
-    """GPT-2's matrices, whose rows are inputs in checkpoints and modules, with rows for outputs."""
+    """Matrices that have columns for outputs in checkpoints and modules, with rows for them.
 
-    _TURNED = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
+    Args:
+        ends: of their names.
+    """
+
+    def __init__(self, source: Source, ends: tuple[str, ...]) -> None:
+        super().__init__(source)
+        self._ends = ends
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._source[name].mT if name.endswith(self._TURNED) else self._source[name]
+        tensor = self._source[name]
+        return tensor.mT if name.endswith(self._ends) else tensor
 
 
 class RowsOfParts(ChangedSource):
@@ -283,16 +295,6 @@ def mxfp4(pairs: Tensor, exponents: Tensor) -> Blocks:
     numbers = torch.stack([pairs & 15, pairs >> 4], -1).flatten(-2)
     data = torch.cat([exponents.unsqueeze(-1), numbers[..., :_HALF] | numbers[..., _HALF:] << 4], -1)
     return Blocks(GgmlType.MXFP4, data.flatten(1), 2 * _HALF * pairs.shape[1])
-
-
-class ExpertsByColumns(ChangedSource):
-    """Llama 4's experts as those of other models: checkpoints and modules have columns for outputs."""
-
-    _MATRICES = ("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj")
-
-    def __getitem__(self, name: str) -> Tensor:
-        tensor = self._source[name]
-        return tensor.mT if name.endswith(self._MATRICES) else tensor
 
 
 def _apart(by_turns: Tensor) -> Tensor:
