@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tools.sweep import page, workers
+from tools.sweep import joined, page, people, workers
 from tools.sweep.checks import Reference, check
 from tools.sweep.configs import configurations
 
@@ -66,6 +66,41 @@ def known(version: str) -> dict[tuple[str, str], dict[str, Any]]:
 def test_no_report_has_a_wrong_row() -> None:
     for path in (page.NEWEST, page.OLDEST):
         assert not [row for row in json.loads(path.read_text("utf-8"))["rows"] if row["outcome"] == "wrong"]
+
+
+def test_the_table_follows_the_report() -> None:
+    """The text part speaks for its model; a configuration that runs less well is told of; a refusal has its reason."""
+    def row(kind: str, packed: str, outcome: str = "right", **more: str) -> dict[str, Any]:
+        return {"model_type": kind, "packed": packed, "outcome": outcome, "configuration": "", "reason": "", **more}
+
+    rows = [row("gemma4", "", "refused", reason="a tensor: Shoal does not know it"), row("gemma4_text", "right"),
+            row("opt", "right"), row("opt", "no", configuration="norms after"),
+            row("rwkv", "", "refused", reason="no KV cache: Shoal keeps it")]
+    kinds = {one["model_type"] for one in rows}
+    swept = {kind: [one for one in rows if one["model_type"] == kind] for kind in kinds}
+    found = [joined.joined_row(kind, swept, {"gemma4_text"}) for kind in ("gemma4", "opt", "rwkv", "phi4flash")]
+    assert [(one["runs"], one["why"], one["oracles"]) for one in found] == [
+        ("kernels", "", ["transformers", "llama.cpp"]), ("kernels", "norms after: modules", ["transformers"]),
+        ("refused", "no KV cache", []), ("kernels", "", ["formulas"])]
+
+
+def test_types_are_told_from_what_they_are_part_of() -> None:
+    def count(kind: str) -> int:
+        return sum(1 for title in ("add qwen3.5 moe (#1)", "qwen3_5 rope (#2)", "qwen3 fix (#3)", "for qwen3-next (#4)")
+                   if people.spelled(kind).search(title))
+
+    assert [count(kind) for kind in ("qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_next")] == [1, 1, 1, 1]
+    classes = {"LlamaForCausalLM": "llama", "qwen3": "qwen3", "ernie4_5": "ernie4_5"}
+    assert people.types_named('"LlamaForCausalLM": x, qwen3_moe, "qwen3"', classes) == {"llama", "qwen3"}
+
+
+def test_places_are_added_and_what_was_asked_for_stays() -> None:
+    kinds = {*people.ASKED, *(f"other{number}" for number in range(100))}
+    downloads = {kind: 0 for kind in kinds} | {"other7": 5, "other8": 4}
+    threads = {kind: 0 for kind in kinds} | {"other8": 3, "rwkv": 1}
+    found = people.chosen(kinds, downloads, threads)
+    assert found[:3] == ["other8", "rwkv", "other7"] or found[:2] == ["other8", "other7"]
+    assert len(found) == people.MANY and {*people.ASKED} <= {*found} and "other99" not in found
 
 
 @pytest.mark.slow

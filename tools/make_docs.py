@@ -4,8 +4,8 @@
     python tools/make_docs.py --check    says what is out of date, exit code 1 if anything is
 
 Written are docs/methods.md and lab/methods.md, whose facts come from the classes of the methods,
-docs/supported_models.md, which says what `sweep_models.py` has reported, and in docs/architecture.md the folders of
-both packages, from their docstrings and imports.
+docs/supported_models.md, which says what `sweep_models.py` has reported, the table of it that the package holds, and in
+docs/architecture.md the folders of both packages, from their docstrings and imports.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def documents() -> dict[Path, str]:
     """Every document that is written here, with its text."""
     docs, lab = ROOT / "docs", ROOT / "lab"
     return {docs / "methods.md": methods_page(), lab / "methods.md": lab_methods_page(),
-            docs / "supported_models.md": sweep_page.page(), docs / "architecture.md": architecture_page()}
+            **sweep_page.documents(), docs / "architecture.md": architecture_page()}
 
 
 def question_table(rows: list[dict[str, Any]]) -> str:

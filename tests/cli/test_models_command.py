@@ -100,3 +100,18 @@ def test_what_fits(room: int | None, answer: bool | None, machine: Path, capsys:
     monkeypatch.setattr(memory, "free", lambda _: room)
     in_hub(machine, "org/whole", {"config.json": b"{}", "model.safetensors": bytes(100)})
     assert listed(capsys)["models"][0]["fits"] is answer
+
+
+def test_the_types_that_people_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """As committed: a hundred, at least seventy on kernels, at most ten refused, each of these with a reason."""
+    assert main(["models", "--supported"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert main(["models", "--supported", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["types"]
+    runs = [row["runs"] for row in rows]
+    assert len({row["model_type"] for row in rows}) == len(rows) == 100
+    assert runs.count("kernels") >= 70 and runs.count("refused") <= 10
+    assert lines[0].startswith("100 model types") and len(lines) == 102
+    for line, row in zip(lines[2:], rows, strict=True):
+        assert line.split()[:2] == [row["model_type"], row["runs"]] and line.endswith(row["why"])
+        assert (row["why"] if row["runs"] == "refused" else row["oracles"])

@@ -1,7 +1,8 @@
 """List the models on this machine: what to give as --model, their size, whether they fit, and their cards.
 
 It looks in the folder $SHOAL_MODELS (by default ~/.cache/shoal-models), in the package of the default model and in the
-Hub's cache. For known models that are absent it says how to get them.
+Hub's cache. For known models that are absent it says how to get them. With `--supported` it prints what runs the
+hundred model types that people run most, from a table made of the sweep over every type of transformers.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,10 @@ from shoal.cli.options.parser import Parser
 EXAMPLES = """examples:
   shoal models
   shoal models --json
+  shoal models --supported
 """
+SUPPORTED = "supported.json"
+"""Beside this file: rows with model_type, runs ("kernels", "modules" or "refused"), why, oracles."""
 _MARGIN = 1.25
 """Memory that a model takes, as a multiple of its weights: KV, buffers and libraries included."""
 _WEIGHTS = (".safetensors", ".bin", ".gguf")
@@ -30,11 +35,16 @@ _WEIGHTS = (".safetensors", ".bin", ".gguf")
 
 def add_arguments(parser: Parser) -> None:
     """Declare the options."""
+    parser.add_argument("--supported", action="store_true", help="print the model types that people run most, what "
+                        "runs them, and what that was compared with")
     common.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the list."""
+    if args.supported:
+        rows = supported()
+        return common.show(args, {"types": rows}, _table(rows))
     import torch
 
     from shoal.engine.memory import amounts as memory
@@ -46,6 +56,27 @@ def run(args: argparse.Namespace) -> int:
     return common.show(args, {"models": rows, "free_bytes": room, "absent": absent}, _text(found, room, absent))
 
 
+def supported() -> list[dict[str, Any]]:
+    """The rows of `SUPPORTED`, the types that most people run first."""
+    rows: list[dict[str, Any]] = json.loads((files("shoal.cli") / SUPPORTED).read_text("utf-8"))
+    return rows
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    counts = Counter(row["runs"] for row in rows)
+    head = (f"{len(rows)} model types that people run most: {counts['kernels']} run on the kernels, "
+            f"{counts['modules']} on transformers' modules, {counts['refused']} are refused")
+    cells = [("type", "runs on", "compared with", "but"),
+             *((row["model_type"], row["runs"], ", ".join(row["oracles"]), row["why"]) for row in rows)]
+    return "\n".join([head, *_aligned(cells)])
+
+
+def _aligned(cells: Sequence[tuple[str, ...]]) -> list[str]:
+    """Rows as lines, columns below one another."""
+    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+
+
 def fits(model: HeldModel, room: int | None) -> bool | None:
     """Whether a model should fit into the free memory; None if the system does not say how much is free."""
     return None if room is None else model.nbytes * _MARGIN < room
@@ -55,9 +86,7 @@ def _text(held: list[HeldModel], room: int | None, absent: dict[str, str]) -> st
     free = "" if room is None else f"; {room / 1e9:.1f} GB of memory are free"
     lines = [f"{len(held)} models{free}"] if held else ["no model is on this machine"]
     cells = [("--model", "weights", "GB", "fits", "card"), *(_cells(model, room) for model in held)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
-    for row in cells if held else ():
-        lines.append("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    lines += _aligned(cells) if held else []
     lines += [f"{model.name} cannot be loaded: {model.problem}" for model in held if model.problem]
     lines += [f"not here: {name}. {how}" for name, how in absent.items()]
     return "\n".join(lines)
@@ -137,15 +166,15 @@ def _in_hub_cache() -> Iterator[HeldModel]:
 
 def _folder(name: str, folder: Path) -> HeldModel | None:
     """A checkpoint of the Hub's cache; None where it holds no weights."""
-    files = [path for path in folder.rglob("*") if path.suffix in _WEIGHTS]
-    if not files:
+    weights = [path for path in folder.rglob("*") if path.suffix in _WEIGHTS]
+    if not weights:
         return None
-    size = sum(path.stat().st_size for path in files)
-    endings = " and ".join(sorted({path.suffix[1:] for path in files}))
+    size = sum(path.stat().st_size for path in weights)
+    endings = " and ".join(sorted({path.suffix[1:] for path in weights}))
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except OSError:
-        why = "" if any(path.suffix == ".gguf" for path in files) else "it has no config.json"
+        why = "" if any(path.suffix == ".gguf" for path in weights) else "it has no config.json"
         return HeldModel(name, name, endings, nbytes=size, problem=why)
     except ValueError:
         return HeldModel(name, name, endings, nbytes=size, problem="its config.json is no JSON")
