@@ -67,6 +67,16 @@ RELATIVES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("glm4", {**_GROUPED, **_HEAD_DIM}),
     "helium": ("helium", {**_GROUPED, **_HEAD_DIM}),
     "ernie4_5": ("ernie4_5", {**_GROUPED, **_HEAD_DIM}),
+    "internlm3": ("internlm3", {**_GROUPED, **_HEAD_DIM, "attention_bias": True, "mlp_bias": True}),
+    "cwm": ("cwm", {**_GROUPED, **_HEAD_DIM, "sliding_window": WINDOW, "bos_token_id": 1}),
+    "arcee": ("arcee", _GROUPED),
+    "hyperclovax": ("hyperclovax", {**_GROUPED, "residual_multiplier": 0.7, "logits_scaling": 1.5,
+                                    "embedding_multiplier": 3.0, "attention_multiplier": 0.4}),
+    "ministral3": ("ministral3", {**_GROUPED, **_HEAD_DIM, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16,
+        "llama_4_scaling_beta": 0.3}}),
+    "youtu": ("youtu", {**_UNGROUPED, "num_key_value_heads": 4, **_LATENT, "q_lora_rank": 20,
+                        "tie_word_embeddings": False}),
     "minicpm3": ("minicpm3", {**_UNGROUPED, "num_key_value_heads": 4, **_LATENT, "q_lora_rank": 20, "scale_emb": 3,
                               "scale_depth": 1.5, "dim_model_base": 24, "tie_word_embeddings": False}),
 }
@@ -137,6 +147,7 @@ RECURRENT_RELATIVES: dict[str, tuple[str, dict[str, Any]]] = {
 
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
 _BESIDE = {**_EXPERTS, "shared_expert_intermediate_size": 24}
+_ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "n_group": 4, "topk_group": 2}
 MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_moe": ("qwen2_moe", {**_GROUPED, **_BESIDE, "mlp_only_layers": [1]}),
     "qwen3_moe": ("qwen3_moe", {**_GROUPED, **_HEAD_DIM, **_EXPERTS, "norm_topk_prob": True}),
@@ -166,6 +177,20 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
                                       "moe_num_shared_experts": 2, "moe_layer_start_index": 1}),
     "phimoe": ("phimoe", {**_GROUPED, "num_local_experts": 6, "num_experts_per_tok": 2, "router_jitter_noise": 0.2,
                           "attention_bias": True, "lm_head_bias": True}),
+    "minimax_m2": ("minimax_m2", {**_GROUPED, **_HEAD_DIM, "intermediate_size": 16, "num_local_experts": 5,
+                                  "num_experts_per_tok": 2, "rope_parameters": {
+                                      "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}),
+    "dots1": ("dots1", {**_GROUPED, **_HEAD_DIM, **_ROUTED, "n_shared_experts": 2, "norm_topk_prob": True,
+                        "sliding_window": WINDOW, "max_window_layers": 2}),
+    "exaone_moe": ("exaone_moe", {**_GROUPED, **_HEAD_DIM, **_EXPERTS, "num_experts": 8, "n_group": 4, "topk_group": 2,
+                                  "num_shared_experts": 2, "sliding_window": WINDOW, "sliding_window_pattern": 3}),
+    "hy_v3": ("hy_v3", {**_GROUPED, **_HEAD_DIM, **_EXPERTS, "router_scaling_factor": 1.5}),
+    "solar_open": ("solar_open", {**_UNGROUPED, "num_key_value_heads": 2, **_HEAD_DIM, **_ROUTED, "n_shared_experts": 1,
+                                  "routed_scaling_factor": 1.2, "topk_group": 3}),
+    "flex_olmo": ("flex_olmo", {**_GROUPED, "num_experts": 6, "num_experts_per_tok": 3}),
+    "afmoe": ("afmoe", {**_GROUPED, **_HEAD_DIM, **_EXPERTS, "num_dense_layers": 1, "num_shared_experts": 2,
+                        "route_scale": 1.5, "mup_enabled": True, "sliding_window": WINDOW,
+                        "global_attn_every_n_layers": 2}),
     "hunyuan_v1_moe": ("hunyuan_v1_moe", {**_GROUPED, **_HEAD_DIM, "num_experts": 6, "moe_topk": 3}),
 }
 """Mixtures of experts."""
@@ -218,6 +243,8 @@ LAYERWISE: dict[str, tuple[str, dict[str, Any]]] = {
                                     "no_rope_layers": [1, 0, 1, 0, 1, 1], "num_local_experts": 4,
                                     "num_experts_per_tok": 2, "intermediate_size_mlp": 40, "attention_bias": True,
                                     "attn_temperature_tuning": False}),
+    "gemma4_unified": ("gemma4_unified_text", {**_GROUPED, **_HEAD_DIM, "global_head_dim": 16, "sliding_window": WINDOW,
+                                               "num_kv_shared_layers": 2, "layer_types": _SHARES["layer_types"]}),
     "gemma4_moe": ("gemma4_text", {**_GROUPED, **_HEAD_DIM, **_SHARES, "enable_moe_block": True, "num_experts": 6,
                                    "top_k_experts": 3, "moe_intermediate_size": 16}),
 }
@@ -302,7 +329,7 @@ def _extra(family: str) -> dict[str, Any]:
 
 
 def _depth(family: str, model_type: str, layers: int) -> dict[str, Any]:
-    if family in ("hybrid", "gemma3", "olmo3", "exaone4", "ministral"):
+    if family in ("hybrid", "gemma3", "olmo3", "exaone4", "ministral", "cwm"):
         return {"num_hidden_layers": layers, "layer_types": [_HYBRID_PATTERN[i % 3] for i in range(layers)]}
     short = model_type in ("gpt2", "gpt_bigcode", "gptj", "codegen", "bloom")
     return {"n_layers" if model_type == "mpt" else "n_layer" if short else "num_hidden_layers": layers}
@@ -311,7 +338,8 @@ def _depth(family: str, model_type: str, layers: int) -> dict[str, Any]:
 def _sharpen(model: PreTrainedModel) -> None:
     """Draws all weights so that each layer counts, attention chooses, and logits have a spread of about 4."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    sharp = model.config.model_type not in ("gemma3n_text", "gemma4_text")  # whose scores have no factor below 1
+    whole = ("gemma3n_text", "gemma4_text", "gemma4_unified_text")  # whose scores have no factor below 1
+    sharp = model.config.model_type not in whole
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, dtype=parameter.dtype)
         inside = re.search(r"\.\d+\.", name)

@@ -80,5 +80,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm, whole rotary": ("glm", rope("default", partial_rotary_factor=1.0)),
     "glm4": ("glm4", {}),
     "helium": ("helium", {}),
+    "internlm3": ("internlm3", {}),
+    "cwm": ("cwm", {}),
+    "arcee": ("arcee", {}),
+    "arcee, biases": ("arcee", {"attention_bias": True, "mlp_bias": True}),
+    "hyperclovax": ("hyperclovax", {}),
+    "hyperclovax, norms before alone": ("hyperclovax", {"use_post_norm": False, "mlp_bias": True}),
+    "ministral3": ("ministral3", {}),
+    "ministral3, windows": ("ministral3", {"sliding_window": 8}),
     "granite, biases": ("granite", {"attention_bias": True, "mlp_bias": True}),
 }

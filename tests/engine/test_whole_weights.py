@@ -24,7 +24,7 @@ from gguf_words import byte_level
 from packed_variants import VARIANTS
 from shoal.errors import Unsupported
 from shoal.model.modules import check_quantised, expected
-from shoal.model.packed.shape import FAMILIES as PACKED
+from shoal.model.packed.kinds import LLAMA as PACKED
 from shoal.model.packed.shape import shape_of
 from shoal.model.packed.weights import tensors
 from shoal.model.transform import DropLayers

@@ -76,6 +76,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mpt, six heads": ("mpt", {"n_heads": 6, "d_model": 48, "attn_config": {"clip_qkv": 0.4}}),
     "gptj": ("gptj", {}),
     "codegen": ("codegen", {}),
+    **{near: (near, {}) for near in ("internlm3", "cwm", "arcee", "hyperclovax", "ministral3")},
     "hunyuan_v1_dense": ("hunyuan_v1_dense", {}),
     "hunyuan_v1_dense, stretched": ("hunyuan_v1_dense", {"rope_parameters": {
         "rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 100.0, "factor": 1.0}}),
@@ -178,6 +179,8 @@ def test_texts_are_those_of_the_modules_and_drafts_change_none(family: str) -> N
 
 WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "residuals": ("phi", {"parallel": False}),
+    "queries scaled by place": ("ministral3", {"warmth": None}),
+    "the place that they are scaled from": ("ministral3", {"warmth": (0.3, 16.0, 1.0)}),
     "an activation": ("gpt_neox", {"activation": "relu"}),
     "the bias of the head": ("phi", {"head_biased": False}),
     "the factor of logits": ("cohere", {"logit_scale": 1.0}),

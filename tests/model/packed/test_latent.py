@@ -42,6 +42,8 @@ _YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max
          "mscale": 0.7, "mscale_all_dim": 0.9}
 DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "minicpm3": ("minicpm3", {}),
+    "youtu": ("youtu", {}),
+    "youtu, biases": ("youtu", {"attention_bias": True}),
     "deepseek_v2": ("deepseek_v2", {"first_k_dense_replace": LAYERS}),
     "deepseek_v3": ("deepseek_v3", {"first_k_dense_replace": LAYERS}),
     "deepseek_v3, biases": ("deepseek_v3", {"first_k_dense_replace": LAYERS, "attention_bias": True}),

@@ -49,7 +49,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 kernels = pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.why_not()}")
 FULL = DepthPlan.full(LAYERS)
-PLANS = {"gemma4_small": (NEVER, NEVER, NEVER, 6, 2, 9), "gemma3n": (NEVER, NEVER, NEVER, NEVER, 2, 7)}
+PLANS = {"gemma4_small": (NEVER, NEVER, NEVER, 6, 2, 9),
+         **dict.fromkeys(("gemma3n", "gemma4_unified"), (NEVER, NEVER, NEVER, NEVER, 2, 7))}
 """Plans that drop only layers which nobody reads; of other families any."""
 
 

@@ -16,15 +16,14 @@ from shoal.engine.loading.checkpoint import shown_name
 from shoal.engine.loading.device import default_dtype
 from shoal.errors import Unsupported
 from shoal.model.config import windows_of
-from shoal.model.packed.kinds import MODELS, ModelKind
+from shoal.model.packed.kinds import LLAMA, MODELS, ModelKind
 from shoal.model.packed.latent import latent_sizes
-from shoal.model.packed.shape import FAMILIES
 from shoal_lab.bench import gguf_facts, shapes
 
 FILE = "file"
 """Format of a GGUF file's own weights."""
 
-_COUNTED = (*FAMILIES, "gemma2", "gemma3_text", "olmo2")
+_COUNTED = tuple(kind for kind in LLAMA if all(layer.gated_mlp for layer in LLAMA[kind].layers.values()))
 """Model types whose layers hold the seven matrices that are counted here. Of a GGUF file those of its layers are."""
 
 if TYPE_CHECKING:

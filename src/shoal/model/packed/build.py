@@ -215,7 +215,7 @@ def build(
     ordered: GatesBelow | HalvesPaired | LatentRows | None = None
     if shape.interleaved:
         source = ordered = HalvesPaired(source, shape.head_dim, shape.rotary_dim)
-    if shape.gated_attention:
+    if shape.gated_attention and shape.names.gate is None:
         source = ordered = GatesBelow(source, shape.head_dim)
     if shape.latent is not None:
         source = ordered = LatentRows(source, config.get_text_config())

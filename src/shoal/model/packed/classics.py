@@ -218,5 +218,6 @@ _FIELDS: Mapping[str, Callable[[Any], Fields]] = MappingProxyType({
     "falcon": _falcon, "cohere": _cohere, "cohere2": _cohere, "stablelm": _stablelm, "opt": _opt,
     "persimmon": _persimmon, "nemotron": _nemotron, "olmo": _olmo, "bloom": _bloom, "mpt": _mpt, "gptj": _gptj,
     "codegen": _codegen, "phimoe": lambda text: {"head_biased": text.lm_head_bias},
+    "hyperclovax": lambda text: {"logit_factor": text.logits_scaling},
 })
 """Fields that their configs have by other names or not at all."""

@@ -174,6 +174,15 @@ def _kimi(text: Any) -> Routing:
                    top_groups=text.topk_group)
 
 
+def _counted(scale: str | None) -> Callable[[Any], Routing]:
+    """Sigmoids with a bias of the choice, without groups; `scale` is the field of the factor."""
+    def routing(text: Any) -> Routing:
+        factor = 1.0 if scale is None else float(getattr(text, scale))
+        return Routing(text.num_experts, text.num_experts_per_tok, sigmoid=True, added=1e-20, scale=factor)
+
+    return routing
+
+
 def _first_dense(text: Any, layer: int) -> bool:
     return bool(layer >= text.first_k_dense_replace)
 
@@ -184,6 +193,16 @@ def _listed(text: Any, layer: int) -> bool:
 
 def _beside(text: Any) -> int:
     return int(text.moe_intermediate_size * text.n_shared_experts)
+
+
+def _num_shared(text: Any) -> int:
+    return int(text.moe_intermediate_size * text.num_shared_experts)
+
+
+def _hy_v3(text: Any) -> int:
+    if text.mlp_bias:
+        raise Unsupported("the packed backend for model type 'hy_v3'", "its MLPs have biases (mlp_bias)", _REMEDY)
+    return _num_shared(text)
 
 
 def _ernie(text: Any) -> Routing:
@@ -228,8 +247,14 @@ _LFM2 = ExpertNames(
     ("feed_forward.expert_bias",))
 _GLM = ExpertNames(bias=("mlp.gate.e_score_correction_bias",), shared="mlp.shared_experts.")
 _KIMI = replace(_GLM, apart=("mlp.experts.{}.w1.weight", "mlp.experts.{}.w3.weight", "mlp.experts.{}.w2.weight"))
+_EXAONE = replace(_GLM, bias=("mlp.gate.e_score_correction_bias", "mlp.e_score_correction_bias"))
 _ERNIE = replace(_GLM, bias_rows=(1,), bias=("mlp.gate.moe_statics.e_score_correction_bias",
                                              "mlp.moe_statics.e_score_correction_bias"))
+_MINIMAX_M2 = replace(_MIXTRAL, bias=("mlp.e_score_correction_bias", "block_sparse_moe.e_score_correction_bias"))
+_HY_V3 = ExpertNames(("mlp.gate.weight", "mlp.router.gate.weight"), bias=("mlp.e_score_correction_bias",
+                                                                          "mlp.expert_bias"),
+                     shared="mlp.shared_experts.")
+_AFMOE = ExpertNames(("mlp.router.gate.weight",), bias=("mlp.expert_bias",), shared="mlp.shared_experts.")
 _JAMBA = ExpertNames(
     ("feed_forward.router.weight",), (("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"),),
     ("feed_forward.experts.{}.gate_proj.weight", "feed_forward.experts.{}.up_proj.weight",
@@ -273,6 +298,15 @@ EXPERTS: Mapping[str, ExpertKind] = MappingProxyType({
     "granitemoe": ExpertKind(_GRANITE, _softmax, width=lambda text: int(text.intermediate_size)),
     **dict.fromkeys(("glm4_moe", "deepseek_v3"), ExpertKind(
         _GLM, _glm, _first_dense, biased=lambda text: True, shared=_beside)),
+    "dots1": ExpertKind(_GLM, _glm, _first_dense, biased=lambda text: True, shared=_beside),
+    "solar_open": ExpertKind(_GLM, _glm, biased=lambda text: True, shared=_beside),
+    "exaone_moe": ExpertKind(_EXAONE, _kimi, _listed, biased=lambda text: True, shared=_num_shared),
+    "hy_v3": ExpertKind(_HY_V3, _counted("router_scaling_factor"), _listed, biased=lambda text: True, shared=_hy_v3),
+    "afmoe": ExpertKind(_AFMOE, _counted("route_scale"), lambda text, layer: layer >= text.num_dense_layers,
+                        biased=lambda text: True, shared=_num_shared),
+    "minimax_m2": ExpertKind(_MINIMAX_M2, _counted(None), width=lambda text: int(text.intermediate_size),
+                             biased=lambda text: True),
+    "flex_olmo": ExpertKind(ExpertNames(), _softmax, width=lambda text: int(text.intermediate_size)),
     "deepseek_v2": ExpertKind(_GLM, _deepseek_v2, _first_dense, shared=_beside),
     "glm4_moe_lite": ExpertKind(_GLM, _glm, _listed, biased=lambda text: True, shared=_beside),
     "kimi_linear": ExpertKind(_KIMI, _kimi, _listed, biased=lambda text: True, shared=_beside),

@@ -82,6 +82,7 @@ class Names:
         attention, mlp, mixer: of the sublayers, with the dot; mixer is the recurrence.
         qkv, out, head_norms: below attention: the matrix that has q, k and v, its output projection, and the norms of
             q and k.
+        gate: below attention, the matrix of its gates; None where they lie among the rows of q.
         gate_up, joined, down: below the MLP: gate and up, the matrix that has both, and the output projection.
     """
 
@@ -96,6 +97,7 @@ class Names:
     qkv: str = "qkv_proj"
     out: str = "o_proj"
     head_norms: tuple[str, str] = ("q_norm", "k_norm")
+    gate: str | None = None
     gate_up: tuple[str, str] = ("gate_proj", "up_proj")
     joined: str = "gate_up_proj"
     down: str = "down_proj"
@@ -108,7 +110,8 @@ class ModelKind:
     Attributes:
         layers: the kinds of its layers, by the types that transformers gives them; "" stands for all others.
         names: of its tensors.
-        gated_attention: whether the rows of q in the checkpoint are, head by head, q and a gate of the outputs.
+        gated_attention: whether attention's outputs are gated, number by number. Without a matrix of gates the rows
+            of q in the checkpoint are, head by head, q and a gate.
         layer_norms: whether the norms are LayerNorms (arXiv 1607.06450) instead of RMSNorms.
         norm_parts: what a checkpoint has of a norm, beside which weights are 1 and biases 0; None for a weight, and in
             LayerNorms a bias.
@@ -167,6 +170,7 @@ def _with(recurrence: MixerName, norms: Norms, names: Names, **more: Any) -> Mod
 
 _AFTER = Norms(None, None, "post_attention_layernorm", "post_feedforward_layernorm")
 _SANDWICH = replace(_AFTER, attention="input_layernorm", mlp="pre_feedforward_layernorm")
+_PERI = Norms(attention_out="post_norm1", mlp_out="post_norm2")
 _BEFORE_FF = Norms(mlp="pre_ff_layernorm")
 _MAMBA = Names("embeddings", "norm_f", mixer="mixer.")
 _ALONE, _TEMPORAL = Norms("norm", None), Norms("temporal_pre_norm", "channel_pre_norm")
@@ -180,20 +184,27 @@ _SAMBAY = ModelKind(MappingProxyType({
 
 _LATENT = ModelKind(MappingProxyType({"": LayerKind(("latent_attention",))}))
 LLAMA: Mapping[str, ModelKind] = MappingProxyType({
-    **dict.fromkeys(("llama", "mistral", "ministral", "qwen2", "qwen3", "smollm3", "phi3", "granite", "gemma",
-                     "seed_oss", "glm", "helium", "ernie4_5"), ModelKind()),
+    **dict.fromkeys(("llama", "mistral", "ministral", "ministral3", "qwen2", "qwen3", "smollm3", "phi3", "granite",
+                     "gemma", "seed_oss", "glm", "helium", "ernie4_5", "internlm3", "cwm"), ModelKind()),
+    "arcee": ModelKind(MappingProxyType({"": LayerKind(gated_mlp=False, plain_mlp=True)}),
+                       Names(gate_up=("", "up_proj"))),
+    "hyperclovax": ModelKind(norms_of=lambda text: _PERI if text.use_post_norm else Norms()),
     "hunyuan_v1_dense": ModelKind(names=Names(head_norms=("query_layernorm", "key_layernorm"))),
     **dict.fromkeys(("gemma2", "gemma3_text"), _same(_SANDWICH)),
     **dict.fromkeys(("olmo2", "olmo3", "exaone4"), _same(_AFTER)),
     "glm4": _same(Norms(attention_out="post_self_attn_layernorm", mlp_out="post_mlp_layernorm")),
-    "minicpm3": _LATENT,
-    "gemma4_text": replace(_same(_SANDWICH), value_norms=True, layer_scales=True),
+    **dict.fromkeys(("minicpm3", "youtu"), _LATENT),
+    **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), replace(_same(_SANDWICH), value_norms=True,
+                                                                     layer_scales=True)),
 })
 """Model types whose layers are all attention and a gated MLP by Llama's names: the kernels run them."""
 
 MIXTURES: Mapping[str, ModelKind] = MappingProxyType({
-    **dict.fromkeys(("qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "granitemoe", "glm4_moe", "ernie4_5_moe", "gpt_oss"),
-                    ModelKind()),
+    **dict.fromkeys(("qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "granitemoe", "glm4_moe", "ernie4_5_moe", "gpt_oss",
+                     "minimax_m2", "dots1", "exaone_moe", "hy_v3", "solar_open"), ModelKind()),
+    "flex_olmo": _same(_AFTER),
+    "afmoe": replace(_same(replace(_SANDWICH, attention_out="post_attention_layernorm", mlp="pre_mlp_layernorm",
+                                   mlp_out="post_mlp_layernorm")), gated_attention=True, names=Names(gate="gate_proj")),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), _LATENT),
     "hunyuan_v1_moe": ModelKind(names=Names(head_norms=("query_layernorm", "key_layernorm"))),
     "phimoe": ModelKind(layer_norms=True),
@@ -205,7 +216,7 @@ _LFM2 = _with("short_conv", Norms("operator_norm", "ffn_norm"), Names(
     final_norm="embedding_norm", mixer="conv.", mlp="feed_forward.", out="out_proj",
     head_norms=("q_layernorm", "k_layernorm"), gate_up=("w1", "w3"), down="w2"))
 _LFM3 = _with("short_conv", Norms("operator_norm", "ffn_norm", "post_operator_norm", "post_ffn_norm"), replace(
-    _LFM2.names, out="o_proj", head_norms=("q_norm", "k_norm")), head_gates=True)
+    _LFM2.names, out="o_proj", head_norms=("q_norm", "k_norm"), gate="g_proj"), head_gates=True)
 HYBRIDS: Mapping[str, ModelKind] = MappingProxyType({
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), _with(
         "gated_delta", Norms(), Names(mixer="linear_attn."), gated_attention=True)),

@@ -171,9 +171,9 @@ class PackedRunner(ModelRunner):
         return block.scaled_logits(self.weights.head(self.normed(hidden)), self.shape, self.weights.head_bias)
 
 
-def warmth(places: Tensor, share: float, step: float) -> Tensor:
+def warmth(places: Tensor, share: float, step: float, first: float) -> Tensor:
     """Factors of queries at places, float32; see `Shape.warmth`."""
-    return torch.log1p(torch.floor((places.float() + 1.0) / step)) * share + 1.0
+    return torch.log1p(torch.floor((places.float() + first) / step)) * share + 1.0
 
 
 class _Pass:
@@ -260,7 +260,7 @@ class _Pass:
 
     def _warmed(self, layer: int, chosen: Tensor | None, q: Tensor) -> Tensor:
         """Queries [T, heads, head_dim] of the piece's tokens, scaled by their places where the layer does so."""
-        if self._warm is None or self.runner.shape.rotary[layer] is not None:
+        if self._warm is None or not self.runner.shape.warms(layer):
             return q
         return (q * (self._warm if chosen is None else self._warm[chosen])[:, None, None]).to(q.dtype)
 

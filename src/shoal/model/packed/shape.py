@@ -28,24 +28,20 @@ from shoal.model.kv.chunk import Chunk
 from shoal.model.layers.latent import LatentSizes
 from shoal.model.packed.classics import Order, viewed
 from shoal.model.packed.experts import ExpertShape, expert_shape, with_experts
-from shoal.model.packed.kinds import CLASSICS, HYBRIDS, MIXTURES, MODELS, LayerKind, Names
+from shoal.model.packed.kinds import CLASSICS, HYBRIDS, MODELS, LayerKind, Names
 from shoal.model.packed.latent import latent_scale, latent_sizes
 from shoal.model.sambay import OWN_CONFIGS
-
-FAMILIES = (
-    "llama", "mistral", "ministral", "qwen2", "qwen3", "smollm3", "phi3", "granite", "gemma", "gemma2", "gemma3_text",
-    "olmo2", "olmo3", "exaone4", "seed_oss", "glm", "glm4", "helium", "minicpm3", "hunyuan_v1_dense",
-    "ernie4_5", "gemma4_text",
-)  # fmt: skip
-"""Values of `model_type` whose block is the packed one, besides `MIXTURES`, `HYBRIDS` and `CLASSICS`."""
 
 _MOVING_ROPE = ("dynamic", "longrope")
 _HUNYUAN = ("hunyuan_v1_dense", "hunyuan_v1_moe")
 _GEMMA = ("gemma", "gemma2", "gemma3_text")
-_GEMMA_SCALED = (*_GEMMA, "gemma4_text")
+_GEMMA4 = ("gemma4_text", "gemma4_unified_text")
+_GEMMA_SCALED = (*_GEMMA, *_GEMMA4)
 """Model types whose embeddings are multiplied by the root of their size."""
 _INTERLEAVED = ("glm", "glm4", "helium", "ernie4_5", "ernie4_5_moe", "cohere", "cohere2", "gptj", "codegen",
                 "llama4_text")
+_LOCAL = ("exaone4", "exaone_moe", "afmoe")
+"""Model types that rotate in layers with windows alone, where there are any."""
 _CENTRED = (*_GEMMA, "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "recurrent_gemma", "nemotron")
 """Model types whose norm weights are stored minus 1."""
 REMEDY = 'Use backend="hf", which runs the model\'s own modules'
@@ -122,8 +118,9 @@ class Shape:
         value_norms: whether values are normalised too, without a weight.
         layer_scales: whether a layer's outputs, states and all, are multiplied by a number of its own.
         unit_heads: whether q and k are divided by the root of their mean square where they are rotated.
-        warmth: of queries that are not rotated, which are multiplied by 1 + share * log(1 + floor((place + 1) / step)):
-            the share and the step (Llama 4, arXiv 2501.19399); or None.
+        warmth: of queries, which are multiplied by 1 + share * log(1 + floor((place + first) / step)): the share, the
+            step and the first; or None. Of queries that are not rotated, with a first of 1 (Llama 4, arXiv 2501.19399),
+            or of all, with a first of 0 (Ministral 3).
         layer_input: numbers of a token's input to each layer, see `shoal.model.layers.layer_inputs`; 0: there is none.
     """
 
@@ -176,7 +173,7 @@ class Shape:
     layer_scales: bool = False
     layer_input: int = 0
     unit_heads: bool = False
-    warmth: tuple[float, float] | None = None
+    warmth: tuple[float, float, float] | None = None
 
     def heads_of(self, layer: int) -> HeadSizes:
         """Sizes of a layer's attention."""
@@ -215,6 +212,10 @@ class Shape:
     def value_dim(self) -> int:
         """Dimensions of a stored value; 0 if values lie in the keys."""
         return 0 if self.latent is not None else self.keys[1]
+
+    def warms(self, layer: int) -> bool:
+        """Whether a layer's queries are scaled by their places."""
+        return self.warmth is not None and (self.rotary[layer] is None or not self.warmth[2])
 
     def kind(self, layer: int) -> LayerKind:
         """What a layer is made of."""
@@ -268,7 +269,7 @@ def shape_of(config: Any, dtype: torch.dtype = torch.float64) -> Shape:
     """
     text = config.get_text_config()
     if text.model_type not in MODELS:
-        raise _misfit(text, f"the packed block fits {', '.join((*FAMILIES, *MIXTURES, *HYBRIDS, *CLASSICS))}")
+        raise _misfit(text, f"the packed block fits {', '.join(MODELS)}")
     if type(text) not in CAUSAL and type(text) not in OWN_CONFIGS.values():
         raise _misfit(text, "its code comes with the checkpoint, not with transformers")
     text = viewed(text)
@@ -312,7 +313,8 @@ def shape_of(config: Any, dtype: torch.dtype = torch.float64) -> Shape:
         max_positions=getattr(text, "max_position_embeddings", None),
         interleaved=text.model_type in _INTERLEAVED,
         norm_offset=1.0 if text.model_type in _CENTRED else 0.0,
-        wide_head_norms=text.model_type in ("olmo2", "olmo3", "olmo_hybrid", "olmoe"),
+        wide_head_norms=text.model_type in ("olmo2", "olmo3", "olmo_hybrid", "olmoe", "flex_olmo",
+                                             "minimax_m2"),
         attention_cap=text.attn_logit_softcapping if text.model_type == "gemma2" else None,
         logit_cap=getattr(text, "final_logit_softcapping", None),
         kinds=kinds,
@@ -338,9 +340,11 @@ def shape_of(config: Any, dtype: torch.dtype = torch.float64) -> Shape:
         layer_input=int(getattr(text, "hidden_size_per_layer_input", None) or 0),
     )
     if text.model_type == "llama4_text":
-        warmth = (float(text.attn_scale), float(text.floor_scale)) if text.attn_temperature_tuning else None
+        warmth = (float(text.attn_scale), float(text.floor_scale), 1.0) if text.attn_temperature_tuning else None
         return replace(shape, unit_heads=bool(text.use_qk_norm), warmth=warmth)
-    if text.model_type == "gemma4_text":
+    if text.model_type == "ministral3":
+        return replace(shape, warmth=_ministral3(text))
+    if text.model_type in _GEMMA4:
         return replace(shape, **_gemma4(text, shape))
     return replace(shape, **_special(text, shape)) if text.model_type in HYBRIDS else shape
 
@@ -403,6 +407,16 @@ def _gemma4(text: Any, shape: Shape) -> dict[str, Any]:
             "head_dim": max(one.head_dim for one in sizes), "rotary_dim": max(one.rotary_dim for one in sizes)}
 
 
+def _ministral3(text: Any) -> tuple[float, float, float]:
+    """How it scales queries by their places."""
+    rope = text.rope_parameters
+    share, step = rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")
+    if share is None or not step:
+        raise _misfit(text, f"its rope_parameters have llama_4_scaling_beta={share!r} and original_max_position_"
+                            f"embeddings={step!r}; both must be numbers")
+    return float(share), float(step), 0.0
+
+
 def _nemotron_activation(text: Any) -> str:
     """That of its MLPs."""
     if (text.mlp_hidden_act, text.mamba_hidden_act) != ("relu2", "silu"):
@@ -448,13 +462,15 @@ def _attention_scale(text: Any, head_dim: int) -> float:
 def _embedding_scale(text: Any, dtype: torch.dtype) -> float:
     if text.model_type in _GEMMA_SCALED:
         return torch.tensor(text.hidden_size**0.5, dtype=torch.float64).to(dtype).item()
+    if text.model_type == "afmoe":
+        return float(text.hidden_size**0.5) if text.mup_enabled else 1.0
     return float(getattr(text, "scale_emb" if text.model_type == "minicpm3" else "embedding_multiplier", 1.0))
 
 
 def _rotary(text: Any, kinds: list[str | None]) -> tuple[int | None, ...]:
     """The rotary table of each layer, or None."""
     flags = getattr(text, "no_rope_layers", None) or [1] * text.num_hidden_layers
-    if text.model_type == "exaone4" and text.sliding_window is not None:
+    if text.model_type in _LOCAL and text.sliding_window is not None:
         flags = [kind == "sliding_attention" for kind in text.layer_types]
     if not kinds:
         return (None,) * len(flags)
@@ -535,7 +551,7 @@ def _frequencies(
 ) -> tuple[Tensor, float] | None:
     """Angles per position [rotary_dim / 2] and the factor of cos and sin; None if only the model's code has them."""
     name = rope.get("rope_type", "default")
-    if name == "proportional" and text.model_type == "gemma4_text":
+    if name == "proportional" and text.model_type in _GEMMA4:
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
         angles, factor = ROPE_INIT_FUNCTIONS[name](text, device, layer_type=kind)
@@ -567,7 +583,7 @@ def head_dim_of(text: Any) -> int:
 
 def of_layer(text: Any, layer: int | str | None) -> Any:
     """The config of a layer, or of a type of layers, where their sizes differ; otherwise the whole config."""
-    return text.per_layer_config[layer] if text.model_type == "gemma4_text" and layer is not None else text
+    return text.per_layer_config[layer] if text.model_type in _GEMMA4 and layer is not None else text
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -46,6 +46,7 @@ _FORGET = tuple((f".forget_gate.{part}", f".{part}") for part in ("f_a_proj", "f
 PUBLISHED: Mapping[str, Published] = MappingProxyType({
     "olmo_hybrid": Published((("input_layernorm", "attention_layer_norm"),
                               ("post_attention_layernorm", "feedforward_layer_norm")), "linear_attn."),
+    "hy_v3": Published(((".mlp.shared_experts.", ".mlp.shared_mlp."),), ""),
     "kimi_linear": Published((*_FORGET, (".mlp.", ".block_sparse_moe.")), "self_attn."),
     "bailing_hybrid": Published((
         ("model.embed_tokens.", "model.word_embeddings."), (".o_proj.", ".dense."), (".self_attn", ".attention"),

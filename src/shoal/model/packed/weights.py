@@ -35,12 +35,14 @@ from shoal.model.packed.mixers import FORMS, Projection, memory_sizes, memory_un
 from shoal.model.packed.shape import REMEDY, HeadSizes, Shape
 from shoal.model.packed.source import ExpertsByRows, FewerLayers, Source
 
-_NO_BIAS = ("mistral", "ministral", "phi3", "exaone4", "lfm2", "nemotron_h")
-_NO_OUT_BIAS = ("qwen2", "glm", "glm4", "helium", "qwen2_moe", "glm4_moe")
-_MLP_BIAS = ("llama", "granite", "smollm3", "seed_oss", "helium", "bamba", "falcon_h1", "nemotron_h")
+_NO_BIAS = ("exaone_moe", "minimax_m2", "mistral", "ministral", "ministral3", "phi3", "exaone4", "lfm2", "nemotron_h")
+_NO_OUT_BIAS = ("qwen2", "glm", "glm4", "helium", "qwen2_moe", "glm4_moe", "solar_open")
+_MLP_BIAS = ("llama", "granite", "smollm3", "seed_oss", "helium", "bamba", "falcon_h1", "nemotron_h", "arcee",
+             "hyperclovax", "internlm3", "cwm")
 _HEAD_NORMS = ("qwen3", "gemma3_text", "olmo2", "olmo3", "exaone4", "qwen3_5_text", "lfm2", "olmo_hybrid", "qwen3_moe",
                "olmoe", "qwen3_next", "qwen3_5_moe_text", "lfm2_moe", "lfm3", "gemma4_text", "hunyuan_v1_dense",
-               "hunyuan_v1_moe")
+               "hunyuan_v1_moe", "gemma4_unified_text", "minimax_m2", "dots1", "exaone_moe", "hy_v3", "flex_olmo",
+               "afmoe")
 _FUSED = ("phi3", "glm", "glm4", "granitemoehybrid", "phi4flash")
 _FUSED_QKV = ("phi3", "gpt2", "gpt_bigcode", "gpt_neox", "falcon", "persimmon", "bloom", "mpt", "codegen")
 """Model types whose modules have q, k and v as one matrix."""
@@ -174,7 +176,7 @@ def _block(text: Any, shape: Shape, layer: int) -> Iterator[Forms]:
 def _projections(shape: Shape, layer: int) -> tuple[str, ...]:
     """The matrices of a layer's attention, in the order of the fused projection."""
     own = () if shape.sizes and shape.source(layer) is not None else _QKV[1 : 2 + shape.heads_of(layer).own_values]
-    return (_QKV[0], *["g_proj"] * shape.head_gates, *own)
+    return (_QKV[0], *([] if shape.names.gate is None else [shape.names.gate]), *own)
 
 
 def _mlp_of(shape: Shape, layer: int) -> str:
@@ -472,9 +474,10 @@ class Packer:
     def _attention(self, layer: Layer, index: int, name: str) -> None:
         shape, sizes = self._shape, self._shape.heads_of(index)
         query, key = shape.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
-        gates = [shape.gate_rows] * shape.head_gates
+        apart = shape.names.gate is not None
         parts = _projections(shape, index)
-        rows = dict(zip(parts, (query * (1 + shape.gated_attention), *gates, key, key), strict=False))
+        first = (query, shape.gate_rows) if apart else (query + shape.gate_rows,)
+        rows = dict(zip(parts, (*first, key, key), strict=False))
         qkv = {name + part: count for part, count in rows.items()}
         layer.qkv = self._joined(name + shape.names.qkv, qkv, "matrix")
         layer.out = self.pack({f"{name}{shape.names.out}.weight": shape.hidden}, query, "matrix")
@@ -492,7 +495,7 @@ class Packer:
         if shape.source(index) is not None:  # files may have what nobody reads
             layer.k_norm = None
         whole = self._optional(f"{name}{shape.names.qkv}.bias", sum(qkv.values()))
-        layer.qkv_bias = self._joined_bias(qkv) if whole is None else whole
+        layer.qkv_bias = self._joined_bias(qkv, bare=apart) if whole is None else whole
         layer.out_bias = self._optional(f"{name}{shape.names.out}.bias", shape.hidden)
         if shape.sinks:
             layer.sinks = self.vector(name + _SINKS, shape.heads)

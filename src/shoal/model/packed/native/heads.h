@@ -49,9 +49,9 @@ static void ready_head(const ShoalModel *m, const ShoalLayer *layer, const float
     if (given && m->rotates_first) norm_in_place(to, dim, given, m->eps);
 }
 
-/* The factor of queries at a position where they are scaled by it (Llama 4, arXiv 2501.19399). */
+/* The factor of queries at a position where they are scaled by it (Llama 4, arXiv 2501.19399; Ministral 3). */
 INLINE float warmth(const ShoalLayer *layer, int position) {
-    return log1pf(floorf(((float)position + 1.0f) / layer->warm_step)) * layer->warm_share + 1.0f;
+    return log1pf(floorf(((float)position + layer->warm_first) / layer->warm_step)) * layer->warm_share + 1.0f;
 }
 
 /* The same for a query: one of a differential pair has its numbers in its own half of a key's dimensions. */

@@ -85,6 +85,7 @@ class LayerStruct(ctypes.Structure):
         ("sinks", c_void_p), ("q_norm_bias", c_void_p), ("k_norm_bias", c_void_p), ("kv_heads", c_int32),
         ("head_dim", c_int32), ("rotary_dim", c_int32),
         ("value_norm", c_int32), ("chunked", c_int32), ("warm_share", c_float), ("warm_step", c_float),
+        ("warm_first", c_float),
         ("keys_are_values", c_int32), ("scale", c_float), ("input_gate", Weight),
         ("input_out", Weight), ("input_out_norm", c_void_p),
     ]

@@ -384,8 +384,8 @@ class NativeModel:
         if shape.sizes:
             struct.kv_heads, struct.head_dim = sizes.kv_heads, sizes.head_dim
         struct.chunked = isinstance(shape.windows[index], Chunk)
-        if shape.warmth is not None and shape.rotary[index] is None:
-            struct.warm_share, struct.warm_step = shape.warmth
+        if shape.warmth is not None and shape.warms(index):
+            struct.warm_share, struct.warm_step, struct.warm_first = shape.warmth
         struct.value_norm, struct.keys_are_values, struct.scale = shape.value_norms, not sizes.own_values, layer.scale
         struct.reads = 0 if source is None else source + 1
         if layer.latent is not None:

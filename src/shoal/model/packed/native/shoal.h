@@ -127,7 +127,7 @@ typedef struct {
     int32_t kv_heads, head_dim, rotary_dim; /* of this layer's keys */
     int32_t value_norm;     /* whether values are normalised, without a weight */
     int32_t chunked;        /* whether the window is of chunks: it begins anew at multiples of its size */
-    float warm_share, warm_step; /* of queries, see warmth(); or a step of 0 */
+    float warm_share, warm_step, warm_first; /* of queries, see warmth(); or a step of 0 */
     int32_t keys_are_values; /* whether values are the projected keys, before their norm and rotation */
     float scale;            /* of the layer's outputs, states and all */
     ShoalWeight input_gate, input_out; /* of the layer's own input, see layer_inputs.h; or no rows */
