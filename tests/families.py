@@ -87,6 +87,8 @@ CLASSICS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi": ("phi", _GROUPED),
     "starcoder2": ("starcoder2", {**_GROUPED, "sliding_window": WINDOW}),
     "gpt_bigcode": ("gpt_bigcode", _GPT),
+    "gpt_neo": ("gpt_neo", {"vocab_size": VOCAB, "hidden_size": HIDDEN, "num_heads": HEADS, "window_size": WINDOW,
+                            "max_position_embeddings": 512}),
     "falcon": ("falcon", {**_UNGROUPED, "ffn_hidden_size": 48}),
     "falcon40": ("falcon", {**_UNGROUPED, "ffn_hidden_size": 48, "new_decoder_architecture": True, "num_kv_heads": 2}),
     "cohere": ("cohere", _GROUPED),
@@ -254,7 +256,7 @@ _NO_SPECIAL = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 _NO_DROPOUT = {"dropout": 0.0, "attention_dropout": 0.0, "hidden_dropout": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
                "resid_pdrop": 0.0, "resid_dropout": 0.0, "activation_dropout": 0.0, "layerdrop": 0.0}
 _ATTENTION = {"gemma2": "eager_in_full_precision", "gpt_oss": "eager",
-              **dict.fromkeys(("gptj", "codegen", "bloom", "mpt"), "eager"),
+              **dict.fromkeys(("gpt_neo", "gptj", "codegen", "bloom", "mpt"), "eager"),
               "mamba": "eager", "mamba2": "eager", "falcon_mamba": "eager"}
 _HYBRID_PATTERN = ("sliding_attention", "sliding_attention", "full_attention")
 
@@ -331,6 +333,8 @@ def _extra(family: str) -> dict[str, Any]:
 def _depth(family: str, model_type: str, layers: int) -> dict[str, Any]:
     if family in ("hybrid", "gemma3", "olmo3", "exaone4", "ministral", "cwm"):
         return {"num_hidden_layers": layers, "layer_types": [_HYBRID_PATTERN[i % 3] for i in range(layers)]}
+    if model_type == "gpt_neo":
+        return {"num_layers": layers, "attention_types": [[["global", "local"], layers // 2]]}
     short = model_type in ("gpt2", "gpt_bigcode", "gptj", "codegen", "bloom")
     return {"n_layers" if model_type == "mpt" else "n_layer" if short else "num_hidden_layers": layers}
 

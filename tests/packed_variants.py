@@ -51,6 +51,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "hybrid": ("hybrid", {}),
     "phi3": ("phi3", {}),
     "phi3, window": ("phi3", {"sliding_window": 8}),
+    "phi3, longrope": ("phi3", rope("longrope", original_max_position_embeddings=64, short_factor=[1.0, 1.2, 1.5, 2.0],
+                                    long_factor=[4.0] * 4)),
     "phi3, partial rotary": ("phi3", rope("default", partial_rotary_factor=0.5)),
     "phi3, three quarters rotary": ("phi3", rope("default", partial_rotary_factor=0.75)),
     "smollm3": ("smollm3", {}),

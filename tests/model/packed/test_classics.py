@@ -51,6 +51,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2, relu": ("gpt2", {"n_inner": 41, "activation_function": "relu"}),
     "gpt_bigcode": ("gpt_bigcode", {}),
     "gpt_bigcode, heads": ("gpt_bigcode", {"multi_query": False}),
+    "gpt_neo": ("gpt_neo", {}),
+    "gpt_neo, odd sizes": ("gpt_neo", {"intermediate_size": 41, "activation_function": "relu"}),
     "gpt_neox": ("gpt_neox", {}),
     "gpt_neox, one after another": ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False}),
     "falcon": ("falcon", {}),
@@ -167,7 +169,7 @@ def test_texts_are_those_of_the_modules_and_drafts_change_none(family: str) -> N
     engine = engine_for(model, None, backend="packed")
     assert isinstance(engine.runner, NativeRunner)
     plain = [result.tokens for result in engine.generate(prompts, max_new_tokens=24)]
-    if family in ("bloom", "mpt"):  # whose modules are given what Shoal does not know
+    if family in ("bloom", "mpt", "gpt_neo"):  # whose modules Shoal does not run
         assert plain[0] == tuple(continued(model, prompts[0], 24))
     else:
         other = engine_for(model, None, backend="hf")
@@ -188,6 +190,8 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "limits": ("olmo, limited", {"qkv_limit": None}),
     "rotation after norms": ("hunyuan_v1_dense", {"rotates_first": False}),
     "rotated neighbours": ("cohere", {"interleaved": False}),
+    "windows": ("gpt_neo", {"windows": (None,) * LAYERS}),
+    "unscaled scores": ("gpt_neo", {"attention_scale": 0.35}),
     "positions": ("opt", {"positions": (1, 512)}),
     "distances": ("bloom", {"slopes": (0.25, 0.0625, 0.015625, 0.0)}),
     "no distances": ("mpt", {"slopes": ()}),

@@ -45,6 +45,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
                                          "qkv_bias": False}),
     "olmoe, biases": ("olmoe", {"attention_bias": True, "norm_topk_prob": True}),
     "glm4_moe, norms of heads": ("glm4_moe", {"use_qk_norm": True, "attention_bias": True, "norm_topk_prob": False}),
+    "phimoe, longrope": ("phimoe", {"rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64, "short_mscale": 1.2,
+        "long_mscale": 1.4, "short_factor": [1.0, 1.2, 1.5, 2.0], "long_factor": [4.0] * 4}}),
     "dots1, dense before": ("dots1", {"first_k_dense_replace": 2, "attention_bias": True}),
     "solar_open, biases": ("solar_open", {"attention_bias": True}),
     "exaone_moe, dense between": ("exaone_moe", {"mlp_layer_types": ["sparse", "dense"] * 2}),

@@ -42,6 +42,9 @@ _YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max
          "mscale": 0.7, "mscale_all_dim": 0.9}
 DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "minicpm3": ("minicpm3", {}),
+    "minicpm3, longrope": ("minicpm3", {"max_position_embeddings": 256, "rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 128,
+        "short_factor": [1.0, 1.2, 1.5, 2.0], "long_factor": [4.0] * 4}}),
     "youtu": ("youtu", {}),
     "youtu, biases": ("youtu", {"attention_bias": True}),
     "deepseek_v2": ("deepseek_v2", {"first_k_dense_replace": LAYERS}),

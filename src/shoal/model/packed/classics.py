@@ -86,6 +86,14 @@ def _gpt_bigcode(text: Any) -> Fields:
             "learned_positions": (0, text.max_position_embeddings)}
 
 
+def _gpt_neo(text: Any) -> Fields:
+    kinds = {"global": "full_attention", "local": "sliding_attention"}
+    return {**_biased(False, True, True), "intermediate_size": text.intermediate_size or 4 * text.hidden_size,
+            "hidden_act": text.activation_function, "attention_multiplier": 1.0, "rope_parameters": {},
+            "layer_types": [kinds[one] for one in text.attention_layers], "attention_layers": (),
+            "sliding_window": text.window_size, "learned_positions": (0, text.max_position_embeddings)}
+
+
 def _gpt_neox(text: Any) -> Fields:
     return {**_biased(text.attention_bias, text.attention_bias, True), "parallel": text.use_parallel_residual,
             "qkv_order": "heads", "num_key_value_heads": text.num_attention_heads}
@@ -214,7 +222,7 @@ def rows_of(order: Order, heads: int, kv_heads: int, size: int) -> Tensor | None
 
 
 _FIELDS: Mapping[str, Callable[[Any], Fields]] = MappingProxyType({
-    "phi": _phi, "starcoder2": _starcoder2, "gpt2": _gpt2, "gpt_bigcode": _gpt_bigcode, "gpt_neox": _gpt_neox,
+    "phi": _phi, "starcoder2": _starcoder2, "gpt2": _gpt2, "gpt_bigcode": _gpt_bigcode, "gpt_neo": _gpt_neo, "gpt_neox": _gpt_neox,
     "falcon": _falcon, "cohere": _cohere, "cohere2": _cohere, "stablelm": _stablelm, "opt": _opt,
     "persimmon": _persimmon, "nemotron": _nemotron, "olmo": _olmo, "bloom": _bloom, "mpt": _mpt, "gptj": _gptj,
     "codegen": _codegen, "phimoe": lambda text: {"head_biased": text.lm_head_bias},

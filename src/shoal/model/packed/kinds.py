@@ -281,6 +281,7 @@ CLASSICS: Mapping[str, ModelKind] = MappingProxyType({
     "starcoder2": _classic(Names(gate_up=("", "c_fc"), down="c_proj")),
     "gpt2": _classic(_GPT2, norms_of=lambda text: _GPT2_NORMS),
     "gpt_bigcode": _classic(_GPT2, norms_of=lambda text: _GPT2_NORMS),
+    "gpt_neo": _classic(replace(_GPT2, attention="attn.attention.", out="out_proj"), norms_of=lambda text: _GPT2_NORMS),
     "gpt_neox": _classic(_NEOX),
     "falcon": _classic(_BLOCKS, norms_of=_falcon_norms),
     **dict.fromkeys(("cohere", "cohere2"), _COHERE),

@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING as CAUSAL
 
 from shoal.errors import Unsupported
-from shoal.model.config import widths_of, windows_of
+from shoal.model.config import context_of, widths_of, windows_of
 from shoal.model.kv.chunk import Chunk
 from shoal.model.layers.latent import LatentSizes
 from shoal.model.packed.classics import Order, viewed
@@ -83,7 +83,7 @@ class Shape:
         windows: sliding window per layer in positions, or None.
         rotary: per layer, the number of the table in `RotaryTable` that rotates q and k, or None.
         tied: whether the LM head is the embedding.
-        max_positions: the context length.
+        max_positions: the context length, or that up to which the rotary table stays the same.
         interleaved: whether the checkpoint pairs dimensions 2j and 2j + 1 of a head for rotation, not j and
             j + rotary_dim / 2; see `HalvesPaired`.
         norm_offset: added to the norm weights of the checkpoint; Gemma stores them minus 1.
@@ -279,10 +279,10 @@ def shape_of(config: Any, dtype: torch.dtype = torch.float64) -> Shape:
     if getattr(text, "use_bidirectional_attention", False) not in (None, False, "vision"):  # of images alone
         raise _misfit(text, "its tokens see later ones")
     ropes = ropes_of(text)
-    for rope in ropes.values():
-        still = text.model_type in _HUNYUAN and rope.get("alpha")  # which stretches the base once and for all
-        if rope.get("rope_type", "default") in _MOVING_ROPE and not still:
-            raise _misfit(text, f"its rotary table ({rope['rope_type']}) changes with the length of the sequence")
+    for kind, rope in ropes.items():
+        if kind is not None and moves(text, rope):
+            raise _misfit(text, f"the rotary table ({rope['rope_type']}) of its layers of type {kind} changes with the "
+                                "length of the sequence")
     if getattr(text, "clip_qkv", None) is not None and text.model_type != "olmo":
         raise _misfit(text, "it limits queries, keys and values (clip_qkv)")
     if text.model_type in ("ernie4_5", "ernie4_5_moe") and text.use_bias:
@@ -310,7 +310,7 @@ def shape_of(config: Any, dtype: torch.dtype = torch.float64) -> Shape:
         windows=windows_of(text),
         rotary=_rotary(text, list(ropes)),
         tied=bool(text.tie_word_embeddings),
-        max_positions=getattr(text, "max_position_embeddings", None),
+        max_positions=context_of(text),
         interleaved=text.model_type in _INTERLEAVED,
         norm_offset=1.0 if text.model_type in _CENTRED else 0.0,
         wide_head_norms=text.model_type in ("olmo2", "olmo3", "olmo_hybrid", "olmoe", "flex_olmo",
@@ -499,10 +499,20 @@ def ropes_of(text: Any) -> dict[str | None, dict[str, Any]]:
     return {} if special and rope.get("rope_theta") is None else {None: rope}
 
 
+def moves(text: Any, rope: dict[str, Any]) -> bool:
+    """Whether a rotary table is another one for texts longer than the context that `context_of` gives.
+
+    Hunyuan's stretches its base once and for all.
+    """
+    still = text.model_type in _HUNYUAN and rope.get("alpha")
+    return rope.get("rope_type", "default") in _MOVING_ROPE and not still
+
+
 class RotaryTable:
     """cos and sin [tables, positions, rotary_dim / 2] in float32 (float64 for float64 models), grown on demand.
 
-    There is one table, or one per type of layer, in the order of the types' names, or none.
+    There is one table, or one per type of layer, in the order of the types' names, or none. One that changes with the
+    length of the text has no positions beyond the length up to which it stays the same.
     """
 
     def __init__(self, config: Any, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
@@ -512,8 +522,9 @@ class RotaryTable:
         self._frequencies = [_frequencies(text, kind, rope, device) for kind, rope in ropes.items()]
         self._module: Any = None if None not in self._frequencies else _module(text).to(device)
         self._kinds = list(ropes)
+        self._most = context_of(text) if any(moves(text, rope) for rope in ropes.values()) else None
         self.cos = self.sin = torch.empty(len(self._kinds), 0, 0)
-        self.reach(256)
+        self.reach(256 if self._most is None else min(256, self._most))
 
     @property
     def positions(self) -> int:
@@ -524,7 +535,11 @@ class RotaryTable:
         """Let the tables hold positions 0..positions-1."""
         if positions <= self.positions:
             return
-        where = torch.arange(max(positions, 2 * self.positions), device=self._device)
+        if self._most is not None and positions > self._most:
+            raise ValueError(f"a text of {positions} tokens; the rotary table has positions in [0, {self._most - 1}], "
+                             "since it changes for longer texts. Give a shorter one")
+        room = max(positions, 2 * self.positions)
+        where = torch.arange(room if self._most is None else min(room, self._most), device=self._device)
         if not self._kinds:
             self.cos = self.sin = torch.empty(0, len(where), 0, device=self._device)
             return
