@@ -173,6 +173,17 @@ _CLASSICS: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron": ("nemotron", {"attention_bias": True, "mlp_bias": True}),
     "hunyuan-dense": ("hunyuan_v1_dense", {"tie_word_embeddings": True}),
     "hunyuan-moe": ("hunyuan_v1_moe", {"num_experts": 3, "moe_topk": 2, "tie_word_embeddings": True}),
+    "arcee": ("arcee", {"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True}),
+    "mistral3": ("ministral3", {"tie_word_embeddings": True, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 8,
+        "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}}),
+    "minimax-m2": ("minimax_m2", {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}),
+    "dots1": ("dots1", {"num_key_value_heads": 2, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+                        "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1, "sliding_window": None,
+                        "routed_scaling_factor": 1.5}),
+    "afmoe": ("afmoe", {"num_experts": 4, "num_experts_per_tok": 2, "num_shared_experts": 1, "num_dense_layers": 1,
+                        "sliding_window": 4, "global_attn_every_n_layers": 4}),
     "exaone4": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"], "tie_word_embeddings": True}),
     "seed_oss": ("seed_oss", {"attention_bias": True, "attention_out_bias": False, "tie_word_embeddings": True}),
     "ernie4_5": ("ernie4_5", {}),
@@ -211,13 +222,13 @@ def _classic(architecture: str, hidden: int) -> Any:
     usual = {"hidden_size": hidden, "intermediate_size": wide, "num_attention_heads": heads, "num_key_value_heads": 1,
              "head_dim": hidden // heads, "moe_intermediate_size": hidden}
     if family not in ("nemotron", "cohere2", "hunyuan_v1_dense", "hunyuan_v1_moe", "seed_oss", "ernie4_5",
-                      "ernie4_5_moe"):
+                      "ernie4_5_moe", "arcee", "ministral3", "minimax_m2", "dots1", "afmoe"):
         del usual["head_dim"]
     if family in ("gpt_neox",):
         del usual["num_key_value_heads"]
-    if family != "ernie4_5_moe":
+    if family not in ("ernie4_5_moe", "dots1", "afmoe"):
         del usual["moe_intermediate_size"]
-    layers = {"cohere2": 4, "ernie4_5-moe": 2}.get(architecture, 1)
+    layers = {"cohere2": 4, "ernie4_5-moe": 2, "dots1": 2, "afmoe": 4}.get(architecture, 1)
     sizes = {**by_name.get(family, usual), **more, "vocab_size": count}
     return tiny(family, dtype=torch.float32, layers=layers, **sizes)
 

@@ -155,8 +155,7 @@ def test_auto_packs_what_fits(tmp_path: Path, dtype: str, said: Lines) -> None:
 MISFITS: dict[str, tuple[dict[str, Any], str]] = {
     "opt": ({"do_layer_norm_before": False}, "model type 'opt': its norms follow the sublayers"),
     "gpt2": ({"scale_attn_by_inverse_layer_idx": True}, "model type 'gpt2': it has cross-attention"),
-    "llama": ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-              "model type 'llama': its rotary table"),
+    "llama": ({"hidden_act": "tanh"}, "model type 'llama': its activation 'tanh' is not among"),
 }
 
 

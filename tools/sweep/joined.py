@@ -61,7 +61,8 @@ def joined_row(kind: str, swept: Mapping[str, list[dict[str, Any]]], files: set[
 
 def reason(row: Mapping[str, Any]) -> str:
     """Why a type is refused, without what Shoal would rather have and what Python said."""
-    return re.sub(r"(: Shoal | run layer by layer: a layer raises ).*", "", str(row["reason"]))
+    found = re.sub(r": Shoal .*", "", str(row["reason"]))
+    return re.sub(r"( run layer by layer: a layer raises ).*", r"\1an error", found)
 
 
 def runs(row: Mapping[str, Any]) -> str:

@@ -19,9 +19,9 @@ from shoal.model.gguf.source import GgufSource
 from shoal.model.packed import build as packed_build
 from shoal.model.packed import native
 from shoal.model.packed.build import build
+from shoal.model.packed.kinds import LLAMA as PACKED
 from shoal.model.packed.linear import Blocked, Dense
 from shoal.model.packed.runner import PackedRunner
-from shoal.model.packed.shape import FAMILIES as PACKED
 from shoal.model.parity import chunked_logits
 
 IDS = [3, 41, 5, 92, 66, 53, 58, 9, 79, 32, 38, 46, 26, 43, 38]

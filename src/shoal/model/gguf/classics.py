@@ -109,6 +109,18 @@ def _hunyuan(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
     return {"attention_bias": _biased(file)}
 
 
+def _arcee(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
+    return {"attention_bias": _biased(file), "mlp_bias": file.has("blk.0.ffn_down.bias")}
+
+
+def _mistral3(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
+    """Mistral Small 3 and, where queries are scaled by place, Ministral 3."""
+    if not metadata.has("attention.temperature_scale"):
+        return {"sliding_window": None, "model_type": "mistral"}
+    share = {"llama_4_scaling_beta": metadata.number("attention.temperature_scale")}
+    return {"sliding_window": None, "rope_parameters": common["rope_parameters"] | share}
+
+
 def _exaone4(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
     layers, window = common["num_hidden_layers"], metadata.whole("attention.sliding_window", 0, least=0)
     sliding = metadata.pattern("attention.sliding_window_pattern", 4, layers) if window else [False] * layers
@@ -186,6 +198,8 @@ CLASSICS: Mapping[str, Family] = MappingProxyType({
     "olmo": Family("olmo", _olmo, interleaved=True),
     "nemotron": Family("nemotron", _nemotron, norm_shift=1.0, partial=True, own_head_dim=True, ends=_LLAMA),
     "hunyuan-dense": Family("hunyuan_v1_dense", _hunyuan, own_head_dim=True, layer=_HUNYUAN),
+    "arcee": Family("arcee", _arcee, interleaved=True, own_head_dim=True),
+    "mistral3": Family("ministral3", _mistral3, interleaved=True, own_head_dim=True),
     "exaone4": Family("exaone4", _exaone4, sandwich=True, pre_norm=False, own_head_dim=True),
     "seed_oss": Family("seed_oss", _seed_oss, own_head_dim=True, layer={
         "post_attention_layernorm.weight": "post_attention_norm.weight"}),

@@ -280,6 +280,9 @@ def rope_parameters(file: GgufFile, metadata: Metadata, head_dim: int, latent: b
         return rope | {"rope_type": "linear", "factor": metadata.number("rope.scaling.factor")}
     if kind == "yarn" and not metadata.has("rope.scaling.yarn_log_multiplier"):
         return rope | _yarn(metadata)
+    if kind == "yarn" and metadata.architecture == "mistral3":
+        every = metadata.number("rope.scaling.yarn_log_multiplier")
+        return rope | _yarn(metadata) | {"mscale": 1.0, "mscale_all_dim": every}
     if kind == "yarn" and latent:
         every = metadata.number("rope.scaling.yarn_log_multiplier") / 0.1
         return rope | _yarn(metadata) | {"mscale": every, "mscale_all_dim": every}

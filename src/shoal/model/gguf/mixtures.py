@@ -159,6 +159,34 @@ def _gpt_oss(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
     }
 
 
+def _minimax_m2(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
+    return {"num_local_experts": metadata.whole("expert_count"),
+            "num_experts_per_tok": metadata.whole("expert_used_count"),
+            "intermediate_size": metadata.whole("expert_feed_forward_length")}
+
+
+def _dots1(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
+    own = _glm(file, metadata, common) | {"sliding_window": None}
+    return {name: found for name, found in own.items() if name != "use_qk_norm"}
+
+
+def _afmoe(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
+    if not metadata.flag("expert_weights_norm", True):
+        raise Unsupported("an afmoe GGUF file whose experts' weights are not normalised", "transformers' always are",
+                          "Use the model's safetensors")
+    layers = common["num_hidden_layers"]
+    sliding = metadata.pattern("attention.sliding_window_pattern", 4, layers)
+    return {
+        "num_experts": metadata.whole("expert_count"), "num_experts_per_tok": metadata.whole("expert_used_count"),
+        "moe_intermediate_size": metadata.whole("expert_feed_forward_length"),
+        "num_shared_experts": metadata.whole("expert_shared_count"), "attention_bias": file.has("blk.0.attn_q.bias"),
+        "num_dense_layers": metadata.whole("leading_dense_block_count", 0, least=0),
+        "route_scale": metadata.number("expert_weights_scale", 1.0), "mup_enabled": True,
+        "sliding_window": metadata.whole("attention.sliding_window"),
+        "layer_types": ["sliding_attention" if one else "full_attention" for one in sliding],
+    }
+
+
 def _hunyuan(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
     width = metadata.whole("expert_feed_forward_length", common["intermediate_size"])
     if metadata.whole("expert_shared_feed_forward_length", width) != width or common["intermediate_size"] != width:
@@ -192,6 +220,11 @@ _QWEN = {"mlp.gate.weight": _ROUTER, **_names("mlp"), "mlp.shared_expert_gate.we
 _GLM = {"mlp.gate.weight": _ROUTER, **_names("mlp"), "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
         **{f"mlp.shared_experts.{name}.weight": f"ffn_{part}_shexp.weight" for name, part in _PARTS.items()},
         "post_attention_layernorm.weight": "post_attention_norm.weight"}
+_AFMOE = {"mlp.router.gate.weight": _ROUTER, "mlp.expert_bias": "exp_probs_b.bias", **_names("mlp"),
+          "self_attn.gate_proj.weight": "attn_gate.weight", "pre_mlp_layernorm.weight": "ffn_norm.weight",
+          "post_attention_layernorm.weight": "post_attention_norm.weight",
+          "post_mlp_layernorm.weight": "post_ffw_norm.weight",
+          **{f"mlp.shared_experts.{name}.weight": f"ffn_{part}_shexp.weight" for name, part in _PARTS.items()}}
 _GPT_OSS = {"mlp.router.weight": _ROUTER, "mlp.router.bias": "ffn_gate_inp.bias", **_names("mlp"),
             **{f"mlp.experts.{name}_bias": f"ffn_{part}_exps.bias" for name, part in _PARTS.items()},
             "self_attn.sinks": "attn_sinks.weight", "post_attention_layernorm.weight": "post_attention_norm.weight"}
@@ -223,6 +256,12 @@ MIXTURES: Mapping[str, Family] = MappingProxyType({
     "qwen3moe": Family("qwen3_moe", _qwen(_attention_bias, True), own_head_dim=True, layer=_QWEN),
     "olmoe": Family("olmoe", _olmoe, layer=_QWEN),
     "glm4moe": Family("glm4_moe", _glm, partial=True, own_head_dim=True, layer=_GLM),
+    "minimax-m2": Family("minimax_m2", _minimax_m2, partial=True, own_head_dim=True, layer={
+        "mlp.gate.weight": _ROUTER, **_names("block_sparse_moe", "w1", "w3", "w2"),
+        "mlp.e_score_correction_bias": "exp_probs_b.bias"}),
+    "dots1": Family("dots1", _dots1, own_head_dim=True, layer={
+        **_GLM, "post_attention_layernorm.weight": "ffn_norm.weight"}),
+    "afmoe": Family("afmoe", _afmoe, own_head_dim=True, layer=_AFMOE),
     "gpt-oss": Family("gpt_oss", _gpt_oss, own_head_dim=True, layer=_GPT_OSS),
     "granitemoe": Family("granitemoe", _local(_granite), interleaved=True, layer=_GRANITE),
     "granitehybrid": _with(HYBRIDS["granitehybrid"], "granitemoehybrid", _local(_granite_hybrid),

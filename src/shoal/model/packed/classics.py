@@ -222,8 +222,8 @@ def rows_of(order: Order, heads: int, kv_heads: int, size: int) -> Tensor | None
 
 
 _FIELDS: Mapping[str, Callable[[Any], Fields]] = MappingProxyType({
-    "phi": _phi, "starcoder2": _starcoder2, "gpt2": _gpt2, "gpt_bigcode": _gpt_bigcode, "gpt_neo": _gpt_neo, "gpt_neox": _gpt_neox,
-    "falcon": _falcon, "cohere": _cohere, "cohere2": _cohere, "stablelm": _stablelm, "opt": _opt,
+    "phi": _phi, "starcoder2": _starcoder2, "gpt2": _gpt2, "gpt_bigcode": _gpt_bigcode, "gpt_neo": _gpt_neo,
+    "gpt_neox": _gpt_neox, "falcon": _falcon, "cohere": _cohere, "cohere2": _cohere, "stablelm": _stablelm, "opt": _opt,
     "persimmon": _persimmon, "nemotron": _nemotron, "olmo": _olmo, "bloom": _bloom, "mpt": _mpt, "gptj": _gptj,
     "codegen": _codegen, "phimoe": lambda text: {"head_biased": text.lm_head_bias},
     "hyperclovax": lambda text: {"logit_factor": text.logits_scaling},
