@@ -152,6 +152,24 @@ def test_auto_packs_what_fits(tmp_path: Path, dtype: str, said: Lines) -> None:
     assert said() == []
 
 
+@pytest.mark.parametrize("family", ["mistral", "ministral3"])
+def test_the_text_part_of_a_model_for_pictures_runs_packed(tmp_path: Path, family: str) -> None:
+    """Mistral Small 3.1 and Ministral 3 are of type mistral3."""
+    from transformers import Mistral3Config, Mistral3ForConditionalGeneration
+
+    text = tiny(family, dtype=fp32, layers=2)
+    vision = {"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+              "num_attention_heads": 2, "image_size": 16, "patch_size": 8}
+    config = Mistral3Config(text_config=text.config.to_dict(), vision_config=vision, image_token_index=96)
+    model = Mistral3ForConditionalGeneration(config).to(fp32).eval()
+    model.model.language_model.load_state_dict(text.model.state_dict())
+    model.lm_head.load_state_dict(text.lm_head.state_dict())
+    model.save_pretrained(tmp_path)
+    engine = shoal.load(tmp_path, dtype="float32")
+    assert isinstance(engine.runner, PackedRunner)
+    assert list(engine.generate(IDS, max_new_tokens=NEW, ignore_eos=True).tokens) == hf_greedy(text, [IDS], NEW)[0]
+
+
 MISFITS: dict[str, tuple[dict[str, Any], str]] = {
     "opt": ({"do_layer_norm_before": False}, "model type 'opt': its norms follow the sublayers"),
     "gpt2": ({"scale_attn_by_inverse_layer_idx": True}, "model type 'gpt2': it has cross-attention"),
