@@ -134,6 +134,15 @@ def test_every_row_gives_what_it_gives_alone(
     follow(scheduler, [job_of(family, job) for job in range(len(JOBS))], todo, functools.partial(alone, family))
 
 
+@pytest.mark.skipif(not {"lfm2"} & MODELS.keys(), reason="it takes the kernels")
+def test_states_of_where_prompts_part_are_planned_for() -> None:
+    """A schedule that was found by chance: a sequence took over several states and kept more of its own."""
+    room = 2 * memory("lfm2", 0)
+    scheduler = Scheduler(engine("lfm2"), max_seqs=2, kv_bytes=room, prefix_bytes=1 << 14, prefill_chunk=1, start=False)
+    jobs = [job_of("lfm2", job) for job in range(len(JOBS))]
+    follow(scheduler, jobs, [("desert", 0), ("submit", 0)], functools.partial(alone, "lfm2"))
+
+
 def test_the_jobs_hold_every_method_and_all_that_sets_rows_apart() -> None:
     """A pool that had lost its variety would prove nothing."""
     assert {options["method"] for _, options in JOBS} == set(METHODS)
