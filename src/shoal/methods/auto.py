@@ -30,7 +30,7 @@ from shoal.types import ModelInfo
 if TYPE_CHECKING:
     from shoal.decode.sequence import SequenceState
     from shoal.model.runner import HiddenStateHook, ModelRunner, SequenceChunk
-    from shoal.speculative.eagle import EagleProposer
+    from shoal.speculative.eagle import LayerProposer
 
 _WIDEST = 64
 """Most tokens of a forward with drafts; a further token costs more than it can bring."""
@@ -115,17 +115,17 @@ class Auto(Method):
             return Adaptive(DepthPlan.skipping(info.num_layers, *info.skips).with_readers(info.sources), length), record
         return None, DrafterRecord()
 
-    def _trained(self, info: ModelInfo) -> EagleProposer | None:
+    def _trained(self, info: ModelInfo) -> LayerProposer | None:
         """Guesses by the draft head that was named, or is known for the model."""
         from shoal.speculative import draft_head_file
 
         folder = self.part or draft_head_file.known("eagle", info)
         if folder is None or info.tensors is None:
             return None
-        from shoal.speculative.eagle import EagleProposer
+        from shoal.speculative.eagle import LayerProposer
 
         part, shape = draft_head_file.read(folder, "eagle", info), Branching((1,) * min(_HELPED, self.length))
-        return EagleProposer(part, shape, _SURE)
+        return LayerProposer(part, shape, _SURE)
 
 
 @dataclass(frozen=True, eq=False)

@@ -161,6 +161,7 @@ def _engine(
     made.sampling, made.masked = recommended(generation), masked_of(config)
     if files is not None:
         made.sampling, made.changed, made.changes = files.sampling(generation), files.changed, files.changes
+        made.mtp = files.mtp
     return made
 
 

@@ -1,0 +1,71 @@
+"""MTP: the layer that a model brings for predicting further tokens guesses, and the model confirms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from shoal.decode.recipe import Recipe
+from shoal.errors import Unsupported
+from shoal.methods.common.drafting import Absent, DraftingMethod
+from shoal.methods.common.limits import Guesses, Share
+from shoal.speculative.draft import check_length, check_share
+from shoal.speculative.growth import Branching
+from shoal.types import ModelInfo
+
+if TYPE_CHECKING:
+    from shoal.speculative.eagle import LayerProposer
+
+
+@dataclass(frozen=True)
+class Mtp(DraftingMethod):
+    """The model's own layer for multi-token prediction guesses, as a chain of its own outputs; the model confirms.
+
+    Qwen3-Next, Qwen3.5, DeepSeek V3, GLM-4.5 and others bring such a layer in their files. It was trained to guess one
+    token further; longer chains feed it what it said.
+
+    Attributes:
+        length: most tokens to guess one after another.
+        stop: a chain that the layer finds less likely than this is not continued; 0 always continues.
+    """
+
+    name: ClassVar[str] = "mtp"
+    paper: ClassVar[str] = "arXiv 2412.19437"
+    needs: ClassVar[tuple[str, ...]] = ("a layer for further tokens in the model's files",)
+
+    length: Guesses = 3
+    stop: Share = 0.3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_length(self.length)
+        check_share("stop", self.stop)
+
+    def recipe(self, info: ModelInfo) -> Recipe:
+        """The layer's guesses, confirmed by the target."""
+        if info.tensors is None:  # there is no engine yet
+            return self.verified(Absent(), info)
+        found = proposer_of(info, self.length, self.stop)
+        if found is None:
+            raise Unsupported("method mtp", "the model's files have no layer for further tokens",
+                              "Use method auto, or a draft model or head")
+        return self.verified(found, info)
+
+
+def proposer_of(info: ModelInfo, length: int, stop: float) -> LayerProposer | None:
+    """Guesses by the model's layer for further tokens; all requests share it. None where its files have none.
+
+    Raises:
+        Unsupported: the layer is there, and Shoal does not run it.
+    """
+    if not info.free:
+        raise Unsupported("mtp with tensor parallelism", "each process has a slice of the head alone",
+                          "Use one process, or replicas")
+    key = "mtp", length, stop
+    if key not in info.memory:
+        from shoal.speculative.eagle import LayerProposer
+
+        layer = info.mtp()
+        info.memory[key] = layer and LayerProposer(layer, Branching((1,) * length), stop)
+    found: LayerProposer | None = info.memory[key]
+    return found
