@@ -127,7 +127,7 @@ def make_run(
         )
         for i, (tokens, recipe) in enumerate(zip(prompts, made, strict=True))
     ]
-    special = getattr(runner, "sources", ()) or getattr(runner, "state_bytes", ())  # layers that keep nothing, or states
+    special = getattr(runner, "sources", ()) or getattr(runner, "state_bytes", ())  # such layers need it
     cache = runner.new_cache(len(seqs)) if special else KVCache(runner.windows, len(seqs))
     return Run(seqs, seen, cache, begin(seqs[0].recipe.loop, runner, cache, seqs, release=release), chunk)
 

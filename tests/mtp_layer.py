@@ -6,7 +6,6 @@ Any such layer must leave the output as it is.
 from __future__ import annotations
 
 import copy
-import functools
 from pathlib import Path
 from typing import Literal
 
@@ -18,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from backends import reference
 from eagle_part import LayerReference
 from families import VOCAB, tiny
+from shoal.engine.engine import Engine
 from shoal.model.mtp import MtpLayer, mtp_of
 from shoal.model.packed.source import TensorSource
 
@@ -27,28 +27,25 @@ _ENDS = {"numbered": ("eh_proj.weight", "enorm.weight", "hnorm.weight", "shared_
          "apart": ("fc.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight", "norm.weight")}
 
 
-@functools.cache
-def layer_of(family: str) -> PreTrainedModel:
-    """A model whose last layer with attention is the layer for further tokens."""
-    return tiny(family, seed=7)
-
-
 def layer_tensors(family: str, style: Style) -> dict[str, Tensor]:
-    """The layer's tensors as they stand in the files of a family's model."""
-    tensors = layer_of(family).state_dict()
-    count = layer_of(family).config.num_hidden_layers
+    """The layer's tensors as they stand in the files of a family's model: another model's last layer that attends."""
+    return as_further_layer(tiny(family, seed=7), style)
+
+
+def as_further_layer(model: PreTrainedModel, style: Style) -> dict[str, Tensor]:
+    """The last layer of a model that attends, and what is around a layer for further tokens, drawn."""
+    tensors, count, hidden = model.state_dict(), model.config.num_hidden_layers, model.config.hidden_size
     attends = [place for place in range(count) if f"model.layers.{place}.self_attn.o_proj.weight" in tensors]
     start = f"model.layers.{attends[-1]}."
-    own = {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
     before = f"model.layers.{count}." if style == "numbered" else "mtp."
     inner = before if style == "numbered" else f"{before}layers.0."
-    hidden = layer_of(family).config.hidden_size
     generator = torch.Generator().manual_seed(3)
     join = 0.2 * torch.randn(hidden, 2 * hidden, generator=generator, dtype=torch.float64)
     norms = (0.5 + torch.rand(3, hidden, generator=generator, dtype=torch.float64)).unbind()
     around = dict(zip(_ENDS[style], (join, *norms), strict=True))
+    own = {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
     return {**{inner + name: tensor for name, tensor in own.items()},
-            **{before + name: tensor.to(tensors["model.norm.weight"].dtype) for name, tensor in around.items()}}
+            **{before + name: tensor.to(model.dtype) for name, tensor in around.items()}}
 
 
 def mtp_beside(family: str, style: Style = "numbered") -> MtpLayer:
@@ -57,6 +54,14 @@ def mtp_beside(family: str, style: Style = "numbered") -> MtpLayer:
     found = mtp_of(model.config, TensorSource({**model.state_dict(), **layer_tensors(family, style)}))
     assert found is not None
     return found
+
+
+def with_layer(engine: Engine, family: str) -> Engine:
+    """The engine of a family's model, which brings such a layer from now on."""
+    model = tiny(family)
+    tensors = {**model.state_dict(), **layer_tensors(family, "numbered")}
+    engine.mtp = lambda: mtp_of(model.config, TensorSource(tensors))
+    return engine
 
 
 def write_model(folder: Path, family: str, style: Style, dtype: torch.dtype = torch.float32) -> Path:

@@ -9,10 +9,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, Literal
-
-if TYPE_CHECKING:
-    from shoal.model.mtp import MtpLayer
+from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "cancelled"]
 Alternative = tuple[str, tuple[int, ...], float]
@@ -140,7 +137,7 @@ class ModelInfo:
         memory: what methods have learned about the model on this machine; the engine keeps it between requests.
         changes: how this model was made from another one, in words; exact means equal to this model.
         masked: for a masked-diffusion model; None for one that writes from left to right.
-        mtp: finds the layer for further tokens in the model's files; it returns None where they have none.
+        mtp: finds the layer for further tokens in the model's files (`shoal.model.mtp`); None where they have none.
     """
 
     num_layers: int
@@ -164,7 +161,7 @@ class ModelInfo:
     memory: dict[Any, Any] = field(default_factory=dict)
     changes: str = ""
     masked: MaskedModel | None = None
-    mtp: Callable[[], MtpLayer | None] = lambda: None
+    mtp: Callable[[], Any] = lambda: None
 
     @property
     def core_head(self) -> int:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from families import RECURRENT, VOCAB, tiny
 from method_matrix import MATRIX
+from mtp_layer import with_layer
 from schedules import Action, Job, actions, follow
 from shoal.engine.cards.card import Card
 from shoal.engine.engine import Engine, Stream
@@ -65,7 +66,8 @@ JOBS = [_job(number) for number in range(2 * len(METHODS))]
 @functools.cache
 def engine(family: str) -> Engine:
     model = tiny(family, dtype=torch.float32) if family in KERNELS else tiny(family)
-    return engine_for(model, card=Card(SCORES), backend=MODELS[family])
+    made = engine_for(model, card=Card(SCORES), backend=MODELS[family])
+    return made if family == "lfm2" else with_layer(made, family)
 
 
 @functools.cache

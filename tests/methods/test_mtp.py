@@ -13,11 +13,13 @@ from backends import Backend, each_backend
 from drive import decode, prompt
 from eagle_part import ECHO
 from families import RECURRENT, tiny
+from gguf_fixtures import BESIDE, BESIDE_OF, FOLDER, FURTHER, HYBRIDS, MadeHybrid
 from mtp_layer import MtpReference, Style, mtp_beside, write_model
 from part_checks import BATCHES, SAMPLINGS
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
+from shoal.methods.auto import Auto, Cautious
 from shoal.methods.d3 import D3
 from shoal.methods.mtp import Mtp
 from shoal.model.packed.runner import PackedRunner
@@ -112,3 +114,60 @@ def test_a_damaged_layer_is_told_in_one_line(tmp_path: Path) -> None:
         with pytest.raises((Unsupported, ValueError), match=told):
             engine.generate([3, 4, 5], method="mtp", max_new_tokens=2)
         assert engine.generate([3, 4, 5], max_new_tokens=2, method="full").tokens == plain
+
+
+@pytest.mark.parametrize("made", [made for made in HYBRIDS if made.architecture in FURTHER and RECURRENT],
+                         ids=lambda made: made.name)
+def test_the_layer_of_a_gguf_file_is_the_checkpoint_s(made: MadeHybrid) -> None:
+    """llama.cpp's converter and quantiser have made it; its names and norms differ from the checkpoint's."""
+    engine, tensors = shoal.load(str(made.path), dtype="float32"), made.further()
+    layer, near = engine.mtp(), 1e-3 if made.kind == "F16" else 0.1
+    assert layer is not None
+    apart = "mtp." if FURTHER[made.architecture] == "apart" else f"model.layers.{engine.runner.num_layers}."
+    inner = f"{apart}layers.0." if apart == "mtp." else apart
+    held = layer.source.names()
+    own = {name: tensors[other] for name in held if (other := name.replace("model.layers.0.", inner)) in tensors}
+    assert len(own) > 10
+    for name, tensor in own.items():
+        assert relative(layer.source[name], tensor) < near, name
+    fc, e_norm, h_norm = ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden") if apart == "mtp." else (
+        "eh_proj", "enorm", "hnorm")
+    shift = float(apart == "mtp.")
+    halves = tensors[f"{apart}{fc}.weight"].chunk(2, 1)
+    norms = [tensors[f"{apart}{norm}.weight"] + shift for norm in (e_norm, h_norm)]
+    wanted = [half * norm for half, norm in zip(halves, norms, strict=True)]
+    assert all(relative(found, one) < near for found, one in zip(layer.join(), wanted[::-1], strict=True))
+    plain = engine.generate([5, 6, 7, 8], max_new_tokens=12, method="full")
+    found = engine.generate([5, 6, 7, 8], max_new_tokens=12, method=Mtp(stop=0.0))
+    assert found.tokens == plain.tokens and found.stats.drafted > 0
+
+
+def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    assert found.shape == wanted.shape
+    return float((found.float() - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.skipif(not RECURRENT, reason="early transformers 5")
+def test_a_file_beside_has_the_layer(tmp_path: Path) -> None:
+    model = tmp_path / "model.gguf"
+    model.write_bytes((FOLDER / "qwen35-F16.gguf").read_bytes())
+    assert shoal.load(str(model), dtype="float32").mtp() is None
+    beside = tmp_path / BESIDE.name
+    beside.write_bytes((FOLDER / "glm4moe-mtp-F16.gguf").read_bytes())
+    assert shoal.load(str(model), dtype="float32").mtp() is None, "it is another model's"
+    beside.write_bytes(BESIDE.read_bytes())
+    engine = shoal.load(str(model), dtype="float32")
+    layer, inside = engine.mtp(), shoal.load(str(BESIDE_OF.path), dtype="float32").mtp()
+    assert layer is not None and inside is not None and layer.source.names() == inside.source.names()
+    assert all(torch.equal(layer.source[name], inside.source[name]) for name in layer.source.names())
+    plain = engine.generate([5, 6, 7, 8], max_new_tokens=12, method="full")
+    found = engine.generate([5, 6, 7, 8], max_new_tokens=12, method=Mtp(stop=0.0))
+    assert found.tokens == plain.tokens and found.stats.drafted > 0
+
+
+def test_auto_guesses_by_it(tmp_path: Path) -> None:
+    engine = shoal.load(str(write_model(tmp_path, "llama", "numbered")), dtype="float32")
+    recipe = engine.recipe(Auto(), 16)
+    assert isinstance(recipe.proposer, Cautious) and isinstance(recipe.proposer.drafter, LayerProposer)
+    plain, found = (engine.generate(prompt(9, 3), method=one, max_new_tokens=64) for one in ("full", "auto"))
+    assert found.tokens == plain.tokens

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from shoal.decode.recipe import Recipe
 from shoal.errors import Unsupported
-from shoal.methods.common.drafting import Absent, DraftingMethod
+from shoal.methods.common.drafting import Absent, DraftingMethod, brought_layer
 from shoal.methods.common.limits import Guesses, Share
 from shoal.speculative.draft import check_length, check_share
-from shoal.speculative.growth import Branching
 from shoal.types import ModelInfo
-
-if TYPE_CHECKING:
-    from shoal.speculative.eagle import LayerProposer
 
 
 @dataclass(frozen=True)
@@ -45,27 +41,8 @@ class Mtp(DraftingMethod):
         """The layer's guesses, confirmed by the target."""
         if info.tensors is None:  # there is no engine yet
             return self.verified(Absent(), info)
-        found = proposer_of(info, self.length, self.stop)
+        found = brought_layer(info, self.length, self.stop)
         if found is None:
             raise Unsupported("method mtp", "the model's files have no layer for further tokens",
                               "Use method auto, or a draft model or head")
         return self.verified(found, info)
-
-
-def proposer_of(info: ModelInfo, length: int, stop: float) -> LayerProposer | None:
-    """Guesses by the model's layer for further tokens; all requests share it. None where its files have none.
-
-    Raises:
-        Unsupported: the layer is there, and Shoal does not run it.
-    """
-    if not info.free:
-        raise Unsupported("mtp with tensor parallelism", "each process has a slice of the head alone",
-                          "Use one process, or replicas")
-    key = "mtp", length, stop
-    if key not in info.memory:
-        from shoal.speculative.eagle import LayerProposer
-
-        layer = info.mtp()
-        info.memory[key] = layer and LayerProposer(layer, Branching((1,) * length), stop)
-    found: LayerProposer | None = info.memory[key]
-    return found

@@ -217,9 +217,12 @@ class Checkpoint:
         return source if self._foreign is None else self._foreign.weights(source)
 
     def mtp(self) -> MtpLayer | None:
-        """The layer for further tokens; None where the files have none, or were changed."""
-        source = self.weights() if self.changed is None and self._foreign is None else None
-        return None if source is None else mtp_of(self.config(), source)
+        """The layer for further tokens, in the files or beside them; None without one, or where they were changed."""
+        if self.changed is not None or self._foreign is not None:
+            return None
+        sources = (self.weights(), None if self._gguf is None else self._gguf.beside())
+        found = (mtp_of(self.config(), source) for source in sources if source is not None)
+        return next((layer for layer in found if layer is not None), None)
 
     def _folder(self) -> Path:
         if Path(self.place).is_dir():
