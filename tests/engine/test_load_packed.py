@@ -160,7 +160,8 @@ def test_the_text_part_of_a_model_for_pictures_runs_packed(tmp_path: Path, famil
     text = tiny(family, dtype=fp32, layers=2)
     vision = {"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
               "num_attention_heads": 2, "image_size": 16, "patch_size": 8}
-    config = Mistral3Config(text_config=text.config.to_dict(), vision_config=vision, image_token_index=96)
+    config = Mistral3Config(text_config=text.config.to_dict(), vision_config=vision, image_token_index=96,
+                            tie_word_embeddings=False)
     model = Mistral3ForConditionalGeneration(config).to(fp32).eval()
     model.model.language_model.load_state_dict(text.model.state_dict())
     model.lm_head.load_state_dict(text.lm_head.state_dict())
