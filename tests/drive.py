@@ -127,8 +127,8 @@ def make_run(
         )
         for i, (tokens, recipe) in enumerate(zip(prompts, made, strict=True))
     ]
-    reads = getattr(runner, "sources", ())  # of layers that keep nothing themselves
-    cache = runner.new_cache(len(seqs)) if reads else KVCache(runner.windows, len(seqs))
+    special = getattr(runner, "sources", ()) or getattr(runner, "state_bytes", ())  # such layers need it
+    cache = runner.new_cache(len(seqs)) if special else KVCache(runner.windows, len(seqs))
     return Run(seqs, seen, cache, begin(seqs[0].recipe.loop, runner, cache, seqs, release=release), chunk)
 
 

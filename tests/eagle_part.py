@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm
-from transformers import LlamaModel
+from transformers import LlamaModel, PreTrainedModel
 
 from backends import reference
 from families import tiny
@@ -84,26 +84,23 @@ def eagle_part(family: str) -> str:
     return str(kept)
 
 
-class EagleReference:
-    """The layer of a part in float64, run over a whole text for each guess.
+class LayerReference:
+    """A layer in float64 that continues a model's states, run over a whole text for each guess.
 
     Args:
-        folder: of the part.
-        family: of its model.
+        model: whose states and head it has.
+        layer: the layer and the norm behind it.
+        join: [D, 2 D], the state's columns first.
+        norms: of states and of embeddings, [D] each.
+        ids: the tokens that it guesses.
     """
 
-    def __init__(self, folder: str | Path, family: str) -> None:
-        self._model = reference(family)
-        self._tensors = {name: tensor.double() if tensor.is_floating_point() else tensor
-                         for name, tensor in load_file(Path(folder) / TENSORS).items()}
-        self._ids = self._tensors[TOKENS].long()
-        sizes = json.loads((Path(folder) / CARD).read_text("utf-8"))["shape"]
-        shape = LayerShape(*(sizes[name] for name in ("hidden", "ffn", "heads", "head_dim")))
-        self._eps = shape.eps
-        self._layer = LlamaModel(shape.config(len(self._ids))).double().eval()
-        held = {name: tensor for name, tensor in self._tensors.items() if name in self._layer.state_dict()}
-        assert set(held) == set(shape.sizes())
-        self._layer.load_state_dict(held, strict=False)
+    def __init__(
+        self, model: PreTrainedModel, layer: PreTrainedModel, join: Tensor, norms: Sequence[Tensor], eps: float,
+        ids: Tensor,
+    ) -> None:
+        self._model, self._layer, self._eps, self._ids = model, layer, eps, ids
+        self._join, self._norms = join.double(), [norm.double() for norm in norms]
 
     @torch.no_grad()
     def most_probable(
@@ -113,9 +110,9 @@ class EagleReference:
         states = self._model.model(torch.tensor([tokens[:-1]])).last_hidden_state[0].double()
         embedded = self._model.get_input_embeddings()(torch.tensor([*tokens, *guesses])).double()
         for _ in range(len(guesses) + 1):
-            both = [rms_norm(x, x.shape[-1:], self._tensors[name], self._eps)
-                    for x, name in zip((states, embedded[1 : len(states) + 1]), NORMS, strict=True)]
-            outputs = self._layer(inputs_embeds=linear(torch.cat(both, -1), self._tensors[FUSE])[None])
+            both = [rms_norm(x, x.shape[-1:], norm, self._eps)
+                    for x, norm in zip((states, embedded[1 : len(states) + 1]), self._norms, strict=True)]
+            outputs = self._layer(inputs_embeds=linear(torch.cat(both, -1), self._join)[None])
             states = torch.cat([states, outputs.last_hidden_state[0, -1:]])
         logits = self._model.get_output_embeddings().weight[self._ids].double() @ states[-1]
         for token, value in bias.items():
@@ -130,3 +127,23 @@ class EagleReference:
             if children and children != self.most_probable(tokens, guesses, bias, width)[: len(children)]:
                 return False
         return True
+
+
+class EagleReference(LayerReference):
+    """The layer of a part.
+
+    Args:
+        folder: of the part.
+        family: of its model.
+    """
+
+    def __init__(self, folder: str | Path, family: str) -> None:
+        tensors = load_file(Path(folder) / TENSORS)
+        ids = tensors[TOKENS].long()
+        sizes = json.loads((Path(folder) / CARD).read_text("utf-8"))["shape"]
+        shape = LayerShape(*(sizes[name] for name in ("hidden", "ffn", "heads", "head_dim")))
+        layer = LlamaModel(shape.config(len(ids))).double().eval()
+        held = {name: tensor.double() for name, tensor in tensors.items() if name in layer.state_dict()}
+        assert set(held) == set(shape.sizes())
+        layer.load_state_dict(held, strict=False)
+        super().__init__(reference(family), layer, tensors[FUSE], [tensors[name] for name in NORMS], shape.eps, ids)

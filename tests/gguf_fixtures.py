@@ -21,6 +21,7 @@ from torch import Tensor
 from families import MIXED_RECURRENT, tiny
 from gguf_models import INTERLEAVED, file_name
 from gguf_words import byte_level, sentencepiece
+from mtp_layer import Style, as_further_layer
 
 FOLDER = Path(__file__).resolve().parent / "fixtures" / "gguf"
 IDS = [3, 41, 5, 92, 266, 53, 58, 209, 79, 32, 238, 46]
@@ -123,6 +124,7 @@ _HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
                               "scale_depth": 1.4, "dim_model_base": 256, "tie_word_embeddings": True}),
 }
 """Families, and sizes that do not follow from the width, by architecture; files call Falcon-Mamba's "mamba" as well."""
+_HYBRIDS["qwen35-mtp"] = _HYBRIDS["qwen35"]
 _FEW = {"num_experts": 3, "num_experts_per_tok": 2}
 _LOCAL = {"num_local_experts": 3, "num_experts_per_tok": 2}
 _MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -154,7 +156,10 @@ _MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
                                           "n_group": 1, "topk_group": 1,
                                           "layers_block_type": ["mamba", "attention", "moe"]}),
 }
+_MIXTURES["glm4moe-mtp"] = _MIXTURES["glm4moe"]
 """The same with experts; hybrids, GLM, gpt-oss and those with latent attention have two layers, others one."""
+FURTHER: dict[str, Style] = {"qwen35-mtp": "apart", "glm4moe-mtp": "numbered"}
+"""Those with a layer for further tokens, and its names in the checkpoint that is converted."""
 _CLASSICS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi2": ("phi", {"num_key_value_heads": 2}),
     "starcoder2": ("starcoder2", {"sliding_window": None}),
@@ -255,6 +260,12 @@ class MadeHybrid(InFolder):
         return self._drawn(tiny(family, dtype=torch.float32, layers=2, **{
             **sizes, **more, **own.get(self.architecture, {}), "vocab_size": count}))
 
+    def further(self) -> dict[str, Tensor]:
+        """The tensors of the layer for further tokens, where it has one: a layer of the model without."""
+        style = FURTHER.get(self.architecture)
+        other = MadeHybrid(self.architecture.removesuffix("-mtp"), self.kind)
+        return {} if style is None else as_further_layer(other.model(), style)
+
     def _layerwise(self) -> Any:
         family, more = _LAYERWISE[self.architecture]
         wide, count = self.kind == "Q4_K_M", len(words_of("llama")["tokenizer.ggml.tokens"])
@@ -305,6 +316,9 @@ HYBRIDS = [MadeHybrid(architecture, kind) for architecture in (*_HYBRIDS, *_MIXT
 HYBRIDS += [MadeHybrid("gemma4", "F16"), MadeHybrid("gemma4-moe", "Q8_0")]
 HYBRIDS += [MadeHybrid(architecture, kind) for architecture in ("gemma4-small", "llama4") for kind in ("F16", "Q4_K_M")]
 HYBRIDS.append(MadeHybrid("gpt-oss", "MXFP4_MOE"))
+BESIDE_OF = MadeHybrid("qwen35-mtp", "F16")
+BESIDE = FOLDER / "beside" / "mtp-qwen35-F16.gguf"
+"""A file with that one's layer for further tokens alone, which lies beside a model."""
 CLASSICS = [MadeHybrid(architecture, "F16") for architecture in _CLASSICS]
 CLASSICS += [MadeHybrid("phi2", "Q8_0"), MadeHybrid("command-r", "Q8_0"), MadeHybrid("starcoder2", "Q4_K_M")]
 

@@ -26,6 +26,7 @@ from shoal.methods.early_exit import EarlyExit
 from shoal.methods.full import Full
 from shoal.methods.kv_int4 import KVInt4
 from shoal.methods.kv_int8 import KVInt8
+from shoal.methods.mtp import Mtp
 from shoal.methods.prompt_lookup import PromptLookup
 from shoal.methods.schedule import Schedule
 from shoal.methods.shortgpt import ShortGPT
@@ -67,6 +68,7 @@ CORE: tuple[Method, ...] = (
     D3Spec(mean=0.8, core=2),
     D3Spec(alpha=0.9, inner=D3(alpha=0.9, core=2)),
     Eagle(eagle_part("llama"), stop=0.0),
+    Mtp(stop=0.0),
     Eagle(eagle_part("llama"), width=2, nodes=5, inner=D3(alpha=0.9, core=2)),
     StreamingLLM(window=None),
     StreamingLLM(window=4, sinks=1, every=3),

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from families import tiny
 from method_matrix import MASKED, MATRIX
+from mtp_layer import with_layer
 from oracle import greedy_under_plan
 from shoal import methods
 from shoal.decode.rules.probabilistic import Rejection
@@ -43,7 +44,8 @@ def tiny_of(name: str) -> PreTrainedModel:
 
 @functools.cache
 def engine_of(name: str) -> Engine:
-    return engine_for(tiny_of(name), card=Card(SCORES), backend="packed" if "packed" in name else "hf")
+    made = engine_for(tiny_of(name), card=Card(SCORES), backend="packed" if "packed" in name else "hf")
+    return with_layer(made, name.split()[-1])
 
 
 @functools.cache

@@ -137,6 +137,7 @@ class ModelInfo:
         memory: what methods have learned about the model on this machine; the engine keeps it between requests.
         changes: how this model was made from another one, in words; exact means equal to this model.
         masked: for a masked-diffusion model; None for one that writes from left to right.
+        mtp: finds the layer for further tokens in the model's files (`shoal.model.mtp`); None where they have none.
     """
 
     num_layers: int
@@ -160,6 +161,7 @@ class ModelInfo:
     memory: dict[Any, Any] = field(default_factory=dict)
     changes: str = ""
     masked: MaskedModel | None = None
+    mtp: Callable[[], Any] = lambda: None
 
     @property
     def core_head(self) -> int:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from families import RECURRENT, VOCAB, tiny
 from method_matrix import MATRIX
+from mtp_layer import with_layer
 from schedules import Action, Job, actions, follow
 from shoal.engine.cards.card import Card
 from shoal.engine.engine import Engine, Stream
@@ -65,7 +66,8 @@ JOBS = [_job(number) for number in range(2 * len(METHODS))]
 @functools.cache
 def engine(family: str) -> Engine:
     model = tiny(family, dtype=torch.float32) if family in KERNELS else tiny(family)
-    return engine_for(model, card=Card(SCORES), backend=MODELS[family])
+    made = engine_for(model, card=Card(SCORES), backend=MODELS[family])
+    return made if family == "lfm2" else with_layer(made, family)
 
 
 @functools.cache
@@ -132,6 +134,15 @@ def test_every_row_gives_what_it_gives_alone(
         prefill_chunk=chunk, policy=POLICIES[how], start=False,
     )
     follow(scheduler, [job_of(family, job) for job in range(len(JOBS))], todo, functools.partial(alone, family))
+
+
+@pytest.mark.skipif(not {"lfm2"} & MODELS.keys(), reason="it takes the kernels")
+def test_states_of_where_prompts_part_are_planned_for() -> None:
+    """A schedule that was found by chance: a sequence took over several states and kept more of its own."""
+    room = 2 * memory("lfm2", 0)
+    scheduler = Scheduler(engine("lfm2"), max_seqs=2, kv_bytes=room, prefix_bytes=1 << 14, prefill_chunk=1, start=False)
+    jobs = [job_of("lfm2", job) for job in range(len(JOBS))]
+    follow(scheduler, jobs, [("desert", 0), ("submit", 0)], functools.partial(alone, "lfm2"))
 
 
 def test_the_jobs_hold_every_method_and_all_that_sets_rows_apart() -> None:

@@ -16,7 +16,7 @@ from shoal.methods.best_of import BestOf
 from shoal.methods.d3 import D3
 from shoal.methods.eagle import Eagle
 from shoal.speculative import draft_head_file
-from shoal.speculative.eagle import EagleProposer
+from shoal.speculative.eagle import LayerProposer
 from shoal.speculative.growth import Branching, DynamicTree, TreeShape
 from shoal.types import Sampling
 from turns import by_turns
@@ -74,7 +74,7 @@ def test_the_layer_guesses_what_transformers_would(family: str, shape: TreeShape
     """Through prompts and accepted guesses, with the layer's own outputs in the place of states that are not known."""
     slow, width = EagleReference(eagle_part(family), family), shape.width(0)
     part = draft_head_file.read(eagle_part(family), "eagle", target(family).info())
-    proposer = Watched(EagleProposer(part, shape))
+    proposer = Watched(LayerProposer(part, shape))
     recipe = Recipe(DepthPlan.full(6), proposer)
     ids = [prompt(70, 1), prompt(5, 2)]
     run = decode(None, ids, recipe, runner=HF.runner(family), new=12, sampling=Sampling(logit_bias=ECHO), watch=False)

@@ -16,7 +16,7 @@ from shoal.decode.recipe import Recipe
 from shoal.depth.plan import DepthPlan
 from shoal.speculative import draft_head_file
 from shoal.speculative import eagle as drafting
-from shoal.speculative.eagle import EagleProposer
+from shoal.speculative.eagle import LayerProposer
 from shoal.speculative.growth import Branching
 from shoal.types import Sampling
 from watched import Watched
@@ -42,7 +42,7 @@ def drafted(
 ) -> tuple[Run, Watched]:
     engine = target("llama")
     part = draft_head_file.read(str(write_eagle(tmp_path, "llama", ids(few))), "eagle", engine.info())
-    proposer = Watched(EagleProposer(part, Branching((1,) * length), **options))
+    proposer = Watched(LayerProposer(part, Branching((1,) * length), **options))
     recipe = Recipe(DepthPlan.full(6), proposer)
     how = {"runner": NATIVE.runner("llama"), "new": NEW, "watch": False, "sampling": Sampling(temperature)}
     return decode(None, IDS_OF_PROMPTS, recipe, **how), proposer
@@ -57,7 +57,7 @@ def test_one_call_guesses_what_forwards_would(
     if "stop" in options:
         options = {"stop": options["stop"][few]}
     quick, proposer = drafted(tmp_path, few, **options)
-    monkeypatch.setattr(drafting.EagleDrafter, "_chained", lambda self, seqs: False)
+    monkeypatch.setattr(drafting.LayerDrafter, "_chained", lambda self, seqs: False)
     slow, one_by_one = drafted(tmp_path, few, **options)
     assert quick.tokens == slow.tokens == plain(options.get("temperature", 0.0))
     assert [tree.tokens for tree in proposer.trees] == [tree.tokens for tree in one_by_one.trees]

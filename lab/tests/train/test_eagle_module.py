@@ -10,7 +10,7 @@ from eagle_part import ECHO, target
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import DepthPlan
 from shoal.speculative import draft_head_file
-from shoal.speculative.eagle import EagleProposer
+from shoal.speculative.eagle import LayerProposer
 from shoal.speculative.growth import Branching, DynamicTree, TreeShape
 from shoal.types import Sampling
 from train_reference import agrees
@@ -26,7 +26,7 @@ def test_the_layer_guesses_what_its_module_would(family: str, shape: TreeShape) 
     """Through prompts and accepted guesses, with the layer's own outputs in place of unknown states."""
     module, width = eagle(target(family)), shape.width(0)
     part = draft_head_file.read(part_for("eagle", family), "eagle", target(family).info())
-    proposer = Watched(EagleProposer(part, shape))
+    proposer = Watched(LayerProposer(part, shape))
     recipe = Recipe(DepthPlan.full(6), proposer)
     ids = [prompt(70, 1), prompt(5, 2)]
     run = decode(None, ids, recipe, runner=HF.runner(family), new=12, sampling=Sampling(logit_bias=ECHO), watch=False)

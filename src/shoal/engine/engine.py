@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property, partial
@@ -37,6 +37,7 @@ from shoal.errors import OutOfMemory, stays_here
 from shoal.methods import make
 from shoal.methods.base import check_distances, check_order, lost_kind
 from shoal.model.kv.cache import KVCache
+from shoal.model.mtp import MtpLayer
 from shoal.model.packed.source import Source
 from shoal.model.runner import ModelRunner
 from shoal.speculative.cost.policy import Meter
@@ -70,6 +71,7 @@ class Engine:
         changed: the weights by name where a transform made them, else None.
         changes: what was done to another model to make this one, in words. Exact means exact to this one.
         masked: what a masked-diffusion model says of itself, else None.
+        mtp: finds the layer for further tokens in the model's files; it returns None where they have none.
         limit: the memory that the process may take; what cannot fit is refused before it starts. None for any.
         sampling: what the model's makers recommend for `Sampling`, where they say so. Commands and servers draw by it;
             see `shoal.engine.loading.generation_config`.
@@ -87,6 +89,7 @@ class Engine:
         self.changed: Source | None = None
         self.changes = ""
         self.masked: MaskedModel | None = None
+        self.mtp: Callable[[], MtpLayer | None] = lambda: None
         self.limit: MemoryLimit | None = None
         self._generation_processors = partial(processors, generation_rules or {}, device=runner.device)
         self.sampling: Mapping[str, float] = {}
@@ -109,7 +112,7 @@ class Engine:
             sources=self.runner.sources, by_distance=self.runner.by_distance,
             shows_queries=self.runner.shows_queries, tokenizer=self.tokenizer, draft_engine=self._draft_models,
             tensors=self._tensors, fingerprint=lambda: self.fingerprint, memory=self._memory, changes=self.changes,
-            masked=self.masked, free=self.ranks.size == 1,
+            masked=self.masked, free=self.ranks.size == 1, mtp=self.mtp,
         )
 
     @property

@@ -6,6 +6,7 @@ steps have no guess and cost what a plain step costs, plus a few look-ups per to
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -16,8 +17,9 @@ from shoal.decode.recipe import Recipe
 from shoal.decode.tree import TokenTree
 from shoal.decode.worker import Drafter, Proposer, StepReport
 from shoal.depth.plan import DepthPlan
+from shoal.errors import Unsupported
 from shoal.methods.base import Method
-from shoal.methods.common.drafting import check_drafts, check_named
+from shoal.methods.common.drafting import brought_layer, check_drafts, check_named
 from shoal.methods.common.limits import Guesses
 from shoal.speculative.cost.policy import CostModel, DrafterRecord, kept_of
 from shoal.speculative.draft import check_length
@@ -30,8 +32,9 @@ from shoal.types import ModelInfo
 if TYPE_CHECKING:
     from shoal.decode.sequence import SequenceState
     from shoal.model.runner import HiddenStateHook, ModelRunner, SequenceChunk
-    from shoal.speculative.eagle import EagleProposer
+    from shoal.speculative.eagle import LayerProposer
 
+log = logging.getLogger(__name__)
 _WIDEST = 64
 """Most tokens of a forward with drafts; a further token costs more than it can bring."""
 _FOLLOWED, _ALONE = 2, 4
@@ -44,6 +47,8 @@ _SMALLER = 0.6, 0.25
 """The same for a draft model, and the cost of its guess as a share of a step."""
 _TRAINED = 0.45, 0.2
 """The same for a draft head."""
+_BROUGHT = 0.7
+"""The same for the model's own layer for further tokens; the cost of its guess follows from the number of layers."""
 _AWAKE = 8
 """Steps that a draft head sees before it is tried again."""
 _SURE = 0.4
@@ -57,8 +62,9 @@ class Auto(Method):
     Lossless. While the answer repeats a passage of the prompt or of itself, the passage is guessed to go on. How likely
     that is for a match of so many tokens is learned from all tokens, guessed or not. Where the text gives no guess, a
     drafter guesses as long as that gains time. The drafter is a draft model or a draft head that was named, the head
-    that is known for the model, or the model itself without the sublayers that its calibration card says a draft can
-    spare. The time of forwards is learned while decoding, for every number of sequences, and kept by the engine.
+    that is known for the model, the layer for further tokens that it brings, or the model itself without the sublayers
+    that its calibration card says a draft can spare. The time of forwards is learned while decoding, for every number
+    of sequences, and kept by the engine.
 
     Attributes:
         length: most tokens to guess at a time.
@@ -108,6 +114,9 @@ class Auto(Method):
             return ModelProposer(engine.runner, shape, name), DrafterRecord(*_SMALLER, shape.length)
         if (layer := self._trained(info)) is not None:
             return layer, DrafterRecord(*_TRAINED, layer.shape.length, _AWAKE)
+        if (layer := self._brought(info)) is not None:
+            share = (1 + info.head_layers) / (info.num_layers + info.head_layers)
+            return layer, DrafterRecord(_BROUGHT, share, layer.shape.length, _AWAKE)
         if info.skips is not None and any(info.skips) and (info.can_split or info.skips[0] == info.skips[1]):
             left = info.num_layers - sum(len(set(layers)) for layers in info.skips) / 2 + info.head_layers
             length = min(_HELPED, self.length)
@@ -115,17 +124,26 @@ class Auto(Method):
             return Adaptive(DepthPlan.skipping(info.num_layers, *info.skips).with_readers(info.sources), length), record
         return None, DrafterRecord()
 
-    def _trained(self, info: ModelInfo) -> EagleProposer | None:
+    def _trained(self, info: ModelInfo) -> LayerProposer | None:
         """Guesses by the draft head that was named, or is known for the model."""
         from shoal.speculative import draft_head_file
 
         folder = self.part or draft_head_file.known("eagle", info)
         if folder is None or info.tensors is None:
             return None
-        from shoal.speculative.eagle import EagleProposer
+        from shoal.speculative.eagle import LayerProposer
 
         part, shape = draft_head_file.read(folder, "eagle", info), Branching((1,) * min(_HELPED, self.length))
-        return EagleProposer(part, shape, _SURE)
+        return LayerProposer(part, shape, _SURE)
+
+
+    def _brought(self, info: ModelInfo) -> LayerProposer | None:
+        """Guesses by the layer for further tokens that the model brings, if Shoal runs it."""
+        try:
+            return brought_layer(info, min(_HELPED, self.length), _SURE)
+        except Unsupported as reason:
+            log.info("guessing without the model's own layer: %s", reason)
+            return None
 
 
 @dataclass(frozen=True, eq=False)

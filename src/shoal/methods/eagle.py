@@ -14,7 +14,7 @@ from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
     from shoal.speculative.draft_head_file import DraftHead
-    from shoal.speculative.eagle import EagleProposer
+    from shoal.speculative.eagle import LayerProposer
 
 _GUESSES = 60
 """Most nodes that the layer is fed at once beside what is confirmed."""
@@ -61,7 +61,7 @@ class Eagle(TrainedMethod):
     def _shape(self) -> TreeShape:
         return Branching((1,) * self.length) if self.width == 1 else DynamicTree(self.length, self.width)
 
-    def _proposer(self, part: DraftHead) -> EagleProposer:
-        from shoal.speculative.eagle import EagleProposer
+    def _proposer(self, part: DraftHead) -> LayerProposer:
+        from shoal.speculative.eagle import LayerProposer
 
-        return EagleProposer(part, self._shape(), self.stop, self.nodes)
+        return LayerProposer(part, self._shape(), self.stop, self.nodes)

@@ -28,6 +28,8 @@ _COMPUTED = re.compile(r"rotary_emb\.inv_freq$|\.self_attn\.(slope_rate|(query|k
 _KV_SCALES = re.compile(r"\.[kv]_scale$")
 """Scales of an 8-bit KV cache; Shoal's cache does not use them."""
 _PLAIN = ("F64", "F32", "F16", "BF16")
+_MTP, _JOIN = "mtp.", "eh_proj.weight"
+"""Layers for further tokens: what the names of their tensors begin with, or of one tensor that each of them has."""
 _QUANTISED = re.compile(
     r"(qweight|qzeros|scales?|scales?_inv|g_idx|packed|absmax|quant_map|quant_state\.\w+|blocks|codes|codebooks|SCB"
     r"|zeros?|zero_point|tables2?|_data|_q)$"
@@ -53,12 +55,14 @@ def refuse(missing: Iterable[str], left: Iterable[str] = (), what: str = "a chec
 
 
 def leftovers(names: Iterable[str], known: Collection[str], read: Callable[[str], Tensor] | None) -> list[str]:
-    """The names that are not known, without those of tensors that change nothing.
+    """The names that are not known, without those of tensors that change nothing or predict further tokens.
 
     Args:
         read: returns a tensor, to check whether a bias is all zeros; None if that cannot be checked.
     """
-    return [name for name in names if name not in known and not _idle(name, read)]
+    names = list(names)
+    further = (_MTP, *(name.removesuffix(_JOIN) for name in names if name.endswith(_JOIN)))
+    return [name for name in names if name not in known and not name.startswith(further) and not _idle(name, read)]
 
 
 def _idle(name: str, read: Callable[[str], Tensor] | None) -> bool:

@@ -1,8 +1,8 @@
-"""EAGLE: one trained layer continues the target's last hidden states and guesses from them (arXiv 2401.15077).
+"""EAGLE: one layer continues the target's last hidden states and guesses from them (arXiv 2401.15077).
 
 At token t the layer reads the state behind t, which the target computed, and the embedding of token t + 1; its output
-stands in for the state behind t + 1, so that it can continue by itself. Its logits cover some tokens only; their
-rows are those of the target's head.
+stands in for the state behind t + 1, so that it can continue by itself. The logits of a trained layer cover some tokens
+only; their rows are those of the target's head. A layer that a model brings for further tokens (MTP) guesses likewise.
 """
 
 from __future__ import annotations
@@ -22,38 +22,40 @@ from shoal.decode.sequence import SequenceState
 from shoal.decode.tree import TokenTree
 from shoal.decode.worker import Drafter, Proposer
 from shoal.model.kv.cache import KVCache
+from shoal.model.mtp import MtpLayer
 from shoal.model.packed.native import MAX_NODES, ChainWish
 from shoal.model.runner import HiddenStateHook, ModelRunner, SequenceChunk
 from shoal.speculative.choose import Guesses, Place, SequenceTree, choose, extend
 from shoal.speculative.draft_head_file import DraftHead
 from shoal.speculative.growth import Growth, TreeShape
 from shoal.speculative.hidden_states import HiddenStates
-from shoal.speculative.layer_head import PLAN, EagleHead
+from shoal.speculative.layer_head import PLAN, EagleHead, LayerHead, MtpHead
 
 
 @dataclass(eq=False)
-class EagleProposer(Proposer):
-    """The component `proposer`: trees of guesses from a trained layer.
+class LayerProposer(Proposer):
+    """The component `proposer`: trees of guesses from one layer.
 
     Attributes:
-        part: the draft head, of kind `eagle`.
+        part: the trained draft head, of kind `eagle`, or the layer that the model brings.
         stop: a path with a lower likelihood is not continued.
         nodes: how many of the most likely guesses are verified; None for all.
     """
 
-    part: DraftHead
+    part: DraftHead | MtpLayer
     shape: TreeShape
     stop: float = 0.0
     nodes: int | None = None
 
     def __post_init__(self) -> None:
-        self._head: tuple[ModelRunner, EagleHead] | None = None
+        self._head: tuple[ModelRunner, LayerHead] | None = None
 
-    def begin(self, runner: ModelRunner, cache: KVCache) -> EagleDrafter:
+    def begin(self, runner: ModelRunner, cache: KVCache) -> LayerDrafter:
         """A drafter. All drafters of one model share the head."""
         if self._head is None or self._head[0] is not runner:
-            self._head = runner, EagleHead(runner, self.part)
-        return EagleDrafter(self, self._head[1], runner, cache)
+            part = self.part
+            self._head = runner, MtpHead(runner, part) if isinstance(part, MtpLayer) else EagleHead(runner, part)
+        return LayerDrafter(self, self._head[1], runner, cache)
 
 
 _Waiting = dict[int, tuple[SequenceState, Tensor]]
@@ -78,13 +80,13 @@ class _Tree(SequenceTree):
         return small.tree()
 
 
-class EagleDrafter(Drafter):
-    """Drafts trees with the trained layer, for the target's runner and cache.
+class LayerDrafter(Drafter):
+    """Drafts trees with the layer, for the target's runner and cache.
 
     The head's cache holds the pairs of states and tokens that the target has confirmed.
     """
 
-    def __init__(self, proposer: EagleProposer, head: EagleHead, runner: ModelRunner, cache: KVCache) -> None:
+    def __init__(self, proposer: LayerProposer, head: LayerHead, runner: ModelRunner, cache: KVCache) -> None:
         self._shape, self._nodes, self._head = proposer.shape, proposer.nodes, head
         self._straight = all(proposer.shape.width(level) == 1 for level in range(proposer.shape.length))
         self._least = math.log(proposer.stop) if proposer.stop > 0 else -math.inf
@@ -253,6 +255,8 @@ class EagleDrafter(Drafter):
 
     def _chosen(self, places: Sequence[Place], logits: Tensor, count: int) -> list[Guesses]:
         """Guesses by the sequences' sampling options; only over the head's tokens if nothing depends on the others."""
+        if self._head.whole:
+            return choose(places, logits, count)
         if all(place.seq.sampling.greedy and _as_they_are(place.seq) for place in places):
             found, ids = choose(places, logits, count), self._head.names
             return [Guesses(tuple(ids[token] for token in guess.tokens), None, guess.logs) for guess in found]

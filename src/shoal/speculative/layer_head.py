@@ -1,4 +1,4 @@
-"""A trained decoder layer and its head beside the target, as EAGLE has them.
+"""A decoder layer and a head that guess beside the target: trained, as EAGLE has them, or brought by the model.
 
 The packed executor runs the layer, fed with vectors in place of tokens. On the native kernels the vectors are laid
 where the kernels look embeddings up, so that a forward stays one call.
@@ -19,12 +19,14 @@ from torch.nn.utils.rnn import pad_sequence
 
 from shoal.depth.plan import DepthPlan
 from shoal.model.kv.cache import KVCache
+from shoal.model.mtp import MtpLayer
 from shoal.model.packed import native
 from shoal.model.packed.build import build
+from shoal.model.packed.linear import Dense, Quant
 from shoal.model.packed.native_calls import LIMIT
 from shoal.model.packed.native_runner import NativeRunner
 from shoal.model.packed.runner import PackedRunner
-from shoal.model.packed.source import TensorSource
+from shoal.model.packed.source import Source, TensorSource
 from shoal.model.runner import ModelRunner, SequenceChunk, Start
 from shoal.speculative.draft_head_file import DraftHead, guessed_tokens
 
@@ -58,7 +60,7 @@ def packed(target: ModelRunner, weight: Tensor) -> Product:
 
 _FLOATS: dict[torch.dtype, native.Kind] = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 PLAN = DepthPlan.full(1)
-"""Every chunk of an `EagleHead` runs its one layer."""
+"""Every chunk of a `LayerHead` runs its one layer."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ class _FedRunner(NativeRunner):
         return self._embedding[ids].to(self.weights.final_norm.dtype)
 
     def fed(self, chunks: Sequence[SequenceChunk], cache: KVCache, vectors: Tensor, hook: Any) -> Tensor:
-        """Run vectors [nodes, D]; see `EagleHead.run`."""
+        """Run vectors [nodes, D]; see `LayerHead.run`."""
         self._embedding[: len(vectors)] = vectors
         ends = accumulate(len(chunk.tokens) for chunk in chunks)
         numbered = [replace(chunk, tokens=range(end - len(chunk.tokens), end))
@@ -123,7 +125,7 @@ class _FedRunner(NativeRunner):
         self, chunks: Sequence[SequenceChunk], cache: KVCache, chain: native.NativeChain, states: Sequence[Tensor],
         known: Sequence[Tensor], wishes: Sequence[native.ChainWish], least: float,
     ) -> list[native.Path]:
-        """Paths by this runner's kernels; see `EagleHead.guess`."""
+        """Paths by this runner's kernels; see `LayerHead.guess`."""
         work = self._work(chunks)
         pairs = zip(chunks, wishes, strict=True)
         room = [[len(chunk.tokens) + wish.length] * len(work.layers) for chunk, wish in pairs]
@@ -147,47 +149,35 @@ _KEPT = 4096
 """Tokens whose shares are at hand."""
 
 
-class EagleHead:
-    """The trained layer and head of kind `eagle`, fed with vectors: on the target's device, native if that is.
+class LayerHead:
+    """A decoder layer that continues the target's states and guesses by the target's head, fed with vectors.
 
-    The layer has the target's dtype where the packed block has that, and multiplies in 8 bits where the target does.
+    Args:
+        layer: the layer as a model of its own, with the head's rows of the tokens that are guessed.
+        of_states, of_tokens: what joins the state before a token and its embedding, each normed by its size: [D, D].
+        eps: of these norms.
+        names: the tokens that are guessed, in the order of the layer's head.
 
     Attributes:
         most: vectors that a forward may take.
         chain: how it goes on by itself within one call; None where it cannot.
-        ids, names: the tokens that are guessed, int64 [n] and as a list.
-
-    Raises:
-        ValueError: the draft head's tensors do not fit together.
-        Unsupported: they do not fit the model.
+        ids, names: the tokens that are guessed, int64 [n] and as a sequence; `whole` if these are all.
     """
 
-    def __init__(self, target: ModelRunner, part: DraftHead) -> None:
-        shape = LayerShape(*(part.size(name) for name in ("hidden", "ffn", "heads", "head_dim")))
-        self.names = guessed_tokens(part, target)
-        self._target, self._eps = target, shape.eps
-        self.ids = torch.tensor(self.names, device=target.device)
-        self._dtype = torch.float32 if target.dtype == torch.float16 else target.dtype
-        tensors = {f"model.{name}": part.take(name, *size) for name, size in shape.sizes().items()}
-        tensors["model.embed_tokens.weight"] = target.head_rows(self.names)
-        self._layer: PackedRunner = build(
-            shape.config(len(self.names)), TensorSource(tensors), self._dtype, target.device,
-            "int8" if target.activation_dtype == torch.int8 else None, kernels=isinstance(target, NativeRunner),
-        )
-        if isinstance(own := self._layer, NativeRunner):
-            self._layer = _FedRunner(own.shape, own.weights, own.rotary, own.dtype, own.device)
-        self.most = min(LIMIT, len(self.names))
-        factors = torch.cat([part.take(name, shape.hidden) for name in NORMS])
-        self.hidden, self.vocabulary = shape.hidden, target.vocab_size
-        fuse = (part.take(FUSE, shape.hidden, 2 * shape.hidden) * factors).split(shape.hidden, 1)
-        part.check_taken()
-        self._of_states, self._of_tokens = (packed(target, half) for half in fuse)
-        self._places = {token: place for place, token in enumerate(self.names)}
-        self._embedded = self._shares(self.names)
+    def __init__(
+        self, target: ModelRunner, layer: PackedRunner, of_states: Tensor, of_tokens: Tensor, eps: float,
+        names: Sequence[int],
+    ) -> None:
+        self._target, self._layer, self._eps, self.names = target, layer, eps, names
+        self.hidden, self.vocabulary = len(of_states), target.vocab_size
+        self.whole = isinstance(names, range)
+        self.most = LIMIT if self.whole else min(LIMIT, len(names))
+        self.ids = torch.tensor(names, device=target.device)
+        self._dtype = layer.dtype
+        self._of_states, self._of_tokens = (packed(target, half) for half in (of_states, of_tokens))
+        self._places = {} if self.whole else {token: place for place, token in enumerate(names)}
+        self._embedded = torch.empty(0, self.hidden) if self.whole else self._shares(names)
         self.chain: native.NativeChain | None = None
-        if isinstance(target, NativeRunner) and isinstance(self._of_states, NativeProduct):
-            norm, eps = target.weights.final_norm, target.shape.eps
-            self.chain = native.NativeChain(self._of_states.held, self._embedded, norm, eps)
         self._lines: dict[int, Tensor] = {}
 
     def cache(self) -> KVCache:
@@ -264,3 +254,49 @@ class EagleHead:
 
     def _normed(self, x: Tensor) -> Tensor:
         return rms_norm(x.to(self._dtype), (self.hidden,), eps=self._eps)
+
+
+class EagleHead(LayerHead):
+    """The trained layer and head of kind `eagle`: on the target's device, native if that is.
+
+    The layer has the target's dtype where the packed block has that, and multiplies in 8 bits where the target does.
+
+    Raises:
+        ValueError: the draft head's tensors do not fit together.
+        Unsupported: they do not fit the model.
+    """
+
+    def __init__(self, target: ModelRunner, part: DraftHead) -> None:
+        shape = LayerShape(*(part.size(name) for name in ("hidden", "ffn", "heads", "head_dim")))
+        names = guessed_tokens(part, target)
+        tensors = {f"model.{name}": part.take(name, *size) for name, size in shape.sizes().items()}
+        tensors["model.embed_tokens.weight"] = target.head_rows(names)
+        layer = layer_beside(target, shape.config(len(names)), TensorSource(tensors))
+        if isinstance(layer, NativeRunner):
+            layer = _FedRunner(layer.shape, layer.weights, layer.rotary, layer.dtype, layer.device)
+        factors = torch.cat([part.take(name, shape.hidden) for name in NORMS])
+        of_states, of_tokens = (part.take(FUSE, shape.hidden, 2 * shape.hidden) * factors).split(shape.hidden, 1)
+        part.check_taken()
+        super().__init__(target, layer, of_states, of_tokens, shape.eps, names)
+        if isinstance(target, NativeRunner) and isinstance(self._of_states, NativeProduct):
+            norm, eps = target.weights.final_norm, target.shape.eps
+            self.chain = native.NativeChain(self._of_states.held, self._embedded, norm, eps)
+
+
+class MtpHead(LayerHead):
+    """The layer that a model brings for further tokens, before the model's own head; ValueError if it is damaged."""
+
+    def __init__(self, target: ModelRunner, mtp: MtpLayer) -> None:
+        of_states, of_tokens = mtp.join()
+        own, every = layer_beside(target, mtp.config, mtp.source), range(target.vocab_size)
+        head = target.weights.head if isinstance(target, PackedRunner) else Dense(target.head_rows(every).to(own.dtype))
+        weights, shape = replace(own.weights, embedding=head, head=head), replace(own.shape, vocab=len(every))
+        layer = type(own)(shape, weights, own.rotary, own.dtype, own.device)
+        super().__init__(target, layer, of_states, of_tokens, shape.eps, every)
+
+
+def layer_beside(target: ModelRunner, config: Any, source: Source) -> PackedRunner:
+    """A model of one layer that works beside the target: in its dtype, or in 8 bits where it multiplies in 8 bits."""
+    dtype = torch.float32 if target.dtype == torch.float16 else target.dtype
+    quant: Quant | None = "int8" if target.activation_dtype == torch.int8 else None
+    return build(config, source, dtype, target.device, quant, kernels=isinstance(target, NativeRunner))

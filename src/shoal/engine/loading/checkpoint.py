@@ -19,6 +19,7 @@ from shoal.errors import LAB_INSTALL, Unsupported
 from shoal.model.config import WIDTHS
 from shoal.model.gguf.splits import only_model
 from shoal.model.modules import check_loading_info, check_quantised, class_of, loaded, quantised_by
+from shoal.model.mtp import MtpLayer, mtp_of
 from shoal.model.packed.shape import shape_of
 from shoal.model.packed.source import FileSource, Source, has_safetensors
 from shoal.model.packed.weights import check_names
@@ -214,6 +215,14 @@ class Checkpoint:
             return None
         source = FileSource(folder)
         return source if self._foreign is None else self._foreign.weights(source)
+
+    def mtp(self) -> MtpLayer | None:
+        """The layer for further tokens, in the files or beside them; None without one, or where they were changed."""
+        if self.changed is not None or self._foreign is not None:
+            return None
+        sources = (self.weights(), None if self._gguf is None else self._gguf.beside())
+        found = (mtp_of(self.config(), source) for source in sources if source is not None)
+        return next((layer for layer in found if layer is not None), None)
 
     def _folder(self) -> Path:
         if Path(self.place).is_dir():

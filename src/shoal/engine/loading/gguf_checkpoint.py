@@ -22,6 +22,7 @@ from shoal.model.gguf.file import GgufFile
 from shoal.model.gguf.header import Header, read_said
 from shoal.model.gguf.metadata import Metadata, vocabulary_of
 from shoal.model.gguf.source import ASIDE, GgufSource
+from shoal.model.gguf.splits import further_beside
 from shoal.model.modules import check_loading_info, expected, loaded, refuse
 
 _MAGIC = b"GGUF"
@@ -33,6 +34,12 @@ _OF_TRANSFORMERS = ("gguf", "accelerate")
 """Packages that transformers needs for such files; the extra `gguf` brings both."""
 
 log = logging.getLogger(__name__)
+
+
+def _same(header: Header) -> tuple[str, ...]:
+    """Entries of the metadata in which a model's files agree."""
+    kind = header.metadata.get("general.architecture")
+    return "general.architecture", *(f"{kind}.{name}" for name in ("embedding_length", "attention.head_count"))
 
 
 class GgufCheckpoint:
@@ -52,6 +59,18 @@ class GgufCheckpoint:
     def weights(self) -> GgufSource | None:
         """The weights by transformers' names, or None where only transformers reads the file."""
         return None if self._own is None else GgufSource(*self._own)
+
+    def beside(self) -> GgufSource | None:
+        """The weights of a file of the same folder that has this model's layer for further tokens; None without one."""
+        if self._own is None:
+            return None
+        file, config = self._own
+        for path in further_beside(self.path.parent):
+            other = GgufFile(path)
+            if all(other.header.metadata.get(key) == file.header.metadata.get(key) for key in _same(file.header)):
+                return GgufSource(other, config)
+            log.info("the GGUF file %r predicts further tokens for another model than %r", path.name, self.path.name)
+        return None
 
     def tokenizer(self) -> Any | None:
         """The file's tokenizer, None where it has none; Unsupported where its kind is not known."""

@@ -16,6 +16,7 @@ from shoal.engine.loading import ranks
 from shoal.engine.loading.checkpoint import OF_LAB, Checkpoint
 from shoal.engine.loading.device import as_dtype, default_dtype, device_of
 from shoal.engine.loading.generation_config import eos_ids, generation_settings, recommended
+from shoal.engine.loading.imports import import_activations
 from shoal.engine.memory.amounts import naming
 from shoal.engine.memory.footprint import weights_on_disk
 from shoal.engine.memory.memory_limit import MemoryLimit
@@ -74,6 +75,7 @@ def load(
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; it must be one of {', '.join(BACKENDS)}")
     compat.tell_untested()
+    import_activations()
     packed.check_quant(quant)
     if quant is not None and backend == "hf":
         what = f"quant={quant!r} with backend 'hf'"
@@ -159,6 +161,7 @@ def _engine(
     made.sampling, made.masked = recommended(generation), masked_of(config)
     if files is not None:
         made.sampling, made.changed, made.changes = files.sampling(generation), files.changed, files.changes
+        made.mtp = files.mtp
     return made
 
 

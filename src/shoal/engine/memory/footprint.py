@@ -316,9 +316,10 @@ def _at(runner: ModelRunner, cache: KVCache, seqs: Sequence[RunningSequence], st
             pages = sum(_pages(tuple(written), heads, capacity, dim * runner.dtype.itemsize) for dim in dims)
         elif any(written):
             held = pages = len(seqs) * capacity * runner.position_bytes[number]
-        states = sum(map(bool, ends)) * runner.state_bytes.get(number, 0)
-        counted += held + outside + (STATES - 1) * states
-        resident += pages + outside + STATES * states
+        size, running = runner.state_bytes.get(number, 0), [seq for seq, end in zip(seqs, ends, strict=True) if end]
+        states = size * sum(STATES + len(seq.marks) for seq in running)
+        counted += held + outside + states - size * len(running)
+        resident += pages + outside + states
         moving = max(moving, held if capacity > first and layer.window is None else 0)
     return KVPeak(counted, resident, moving)
 

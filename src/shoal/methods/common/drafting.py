@@ -24,6 +24,7 @@ from shoal.speculative.cost.policy import Goodput, Width
 if TYPE_CHECKING:
     from shoal.decode.rules.accept import Rule
     from shoal.speculative.draft_head_file import DraftHead
+    from shoal.speculative.eagle import LayerProposer
     from shoal.speculative.growth import TreeShape
     from shoal.types import ModelInfo
 
@@ -239,3 +240,23 @@ def part_of(kind: str, folder: str | None, info: ModelInfo) -> DraftHead:
         raise ValueError(f"{kind} has no trained part, and none is known for this model; give part, the folder that "
                          f"`shoal train {kind}` wrote")
     return draft_head_file.read(found, kind, info)
+
+
+def brought_layer(info: ModelInfo, length: int, stop: float) -> LayerProposer | None:
+    """Guesses by the model's layer for further tokens; all requests share it. None where its files have none.
+
+    Raises:
+        Unsupported: the layer is there, and Shoal does not run it.
+    """
+    if not info.free:
+        raise Unsupported("mtp with tensor parallelism", "each process has a slice of the head alone",
+                          "Use one process, or replicas")
+    key = "mtp", length, stop
+    if key not in info.memory:
+        from shoal.speculative.eagle import LayerProposer
+        from shoal.speculative.growth import Branching
+
+        layer = info.mtp()
+        info.memory[key] = layer and LayerProposer(layer, Branching((1,) * length), stop)
+    found: LayerProposer | None = info.memory[key]
+    return found

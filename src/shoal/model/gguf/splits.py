@@ -17,7 +17,8 @@ from shoal.model.gguf.header import Header, mapped, parse
 _NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
 _MOST = 99_999
 _NUMBER, _COUNT, _TENSORS = "split.no", "split.count", "split.tensors.count"
-_BESIDE = {"mmproj-": "encodes images or sound for a model", "mtp-": "predicts further tokens for a model"}
+_FURTHER = "mtp-"
+_BESIDE = {"mmproj-": "encodes images or sound for a model", _FURTHER: "predicts further tokens for a model"}
 """Beginnings of the names of files that are no model by themselves, and what such a file does."""
 _ENCODERS = ("clip",)
 """Architectures of files that encode other things than text."""
@@ -62,6 +63,11 @@ def only_model(folder: Path) -> Path | None:
         names = ", ".join(repr(path.name) for path in found[:4]) + (" and others" if len(found) > 4 else "")
         raise ValueError(f"the folder {str(folder)!r} holds several models: {names}. Give one of the files")
     return found[0] if found else None
+
+
+def further_beside(folder: Path) -> list[Path]:
+    """The files of a folder that predict further tokens for a model."""
+    return sorted(path for path in folder.glob("*.gguf") if path.name.lower().startswith(_FURTHER))
 
 
 def bytes_on_disk(path: Path) -> int:

@@ -20,7 +20,7 @@ from shoal.model.kv.layer import ENDLESS, KVLayer, oldest_seen
 from shoal.model.kv.lent import LentSlots
 from shoal.model.kv.memory import clear, together
 from shoal.model.kv.passing import PassingLayer
-from shoal.model.state.layer import MOST_SNAPSHOTS, State, StateLayer, state_bytes
+from shoal.model.state.layer import State, StateLayer, state_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,7 +376,7 @@ def copy_in(cache: KVCache, seq: int, pieces: Sequence[SequenceCopy], length: in
     for layer, line in zip(cache.layers, zip(*(piece.layers for piece in within), strict=True), strict=True):
         if isinstance(layer, StateLayer):
             states = {at: state for copied in line for at, state in copied.states_in(0, length).items()}
-            layer.states[seq], layer.snapshots[seq] = states[length], dict(sorted(states.items())[-MOST_SNAPSHOTS:])
+            layer.states[seq] = states[length]
         if line[-1].keys is not None:
             start = _run_start(line, within, length)
             if cache.lends and layer.window is None:

@@ -23,7 +23,10 @@ from shoal.model.kv.memory import is_paged
 from shoal.model.runner import ModelRunner
 
 STATES = 3
-"""Of a sequence in a recurrent layer: the committed one, a snapshot after the prompt, and that of a forward."""
+"""Of a sequence in a recurrent layer: the committed one, a snapshot after the prompt, and that of a forward.
+
+There are more while a prompt is read after which others may go on; see `KVRoom.need`.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +54,13 @@ class KVRoom:
 
     def __init__(self, runner: ModelRunner, most: int, seqs: int) -> None:
         self._windows, self._sizes, self._kv_sizes = runner.windows, runner.position_bytes, runner.kv_sizes
-        self._states = STATES * sum(runner.state_bytes.values())
+        self._state = sum(runner.state_bytes.values())
         self._most, self._seqs, self._dtype, self._paged = most, seqs, runner.dtype, is_paged(runner.device)
 
     def need(
         self, plan: DepthPlan, prompt: int, answer: int, guesses: int = 0, kept: Callable[[int], int] | None = None,
         store: Store | None = None, second: ModelRunner | None = None, second_reads: int | None = None, extra: int = 0,
+        marks: int = 0,
     ) -> Need:
         """The most that a sequence can store.
 
@@ -70,6 +74,7 @@ class KVRoom:
             second: a second model that reads the sequence with all its layers.
             second_reads: most positions that the second model stores; None for the whole sequence.
             extra: other bytes that the sequence needs.
+            marks: lengths of the prompt after which recurrent layers keep snapshots of their states.
         """
         ends = [prompt + min(answer, drop - 1 if drop < NEVER else answer) for drop in plan.attention]
         slots = [
@@ -82,7 +87,7 @@ class KVRoom:
         own = [0 if form is None or (self._paged and form.late) else slot_bytes(form, sizes, self._dtype)
                for form, sizes in zip(forms, self._kv_sizes, strict=True)]
         length = prompt + answer + guesses if second_reads is None else second_reads
-        other = self._states + extra + (0 if second is None else _whole(second, length))
+        other = (STATES + marks) * self._state + extra + (0 if second is None else _whole(second, length))
         return Need(tuple(slots), tuple(own), other)
 
     def bytes(self, needs: Sequence[Need]) -> int:

@@ -1,0 +1,48 @@
+"""MTP: the layer that a model brings for predicting further tokens guesses, and the model confirms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from shoal.decode.recipe import Recipe
+from shoal.errors import Unsupported
+from shoal.methods.common.drafting import Absent, DraftingMethod, brought_layer
+from shoal.methods.common.limits import Guesses, Share
+from shoal.speculative.draft import check_length, check_share
+from shoal.types import ModelInfo
+
+
+@dataclass(frozen=True)
+class Mtp(DraftingMethod):
+    """The model's own layer for multi-token prediction guesses, as a chain of its own outputs; the model confirms.
+
+    Qwen3-Next, Qwen3.5, DeepSeek V3, GLM-4.5 and others bring such a layer in their files. It was trained to guess one
+    token further; longer chains feed it what it said.
+
+    Attributes:
+        length: most tokens to guess one after another.
+        stop: a chain that the layer finds less likely than this is not continued; 0 always continues.
+    """
+
+    name: ClassVar[str] = "mtp"
+    paper: ClassVar[str] = "arXiv 2412.19437"
+    needs: ClassVar[tuple[str, ...]] = ("a layer for further tokens in the model's files",)
+
+    length: Guesses = 3
+    stop: Share = 0.3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_length(self.length)
+        check_share("stop", self.stop)
+
+    def recipe(self, info: ModelInfo) -> Recipe:
+        """The layer's guesses, confirmed by the target."""
+        if info.tensors is None:  # there is no engine yet
+            return self.verified(Absent(), info)
+        found = brought_layer(info, self.length, self.stop)
+        if found is None:
+            raise Unsupported("method mtp", "the model's files have no layer for further tokens",
+                              "Use method auto, or a draft model or head")
+        return self.verified(found, info)

@@ -1,0 +1,164 @@
+"""The layer in a model's own files that predicts the token after the next one (multi-token prediction, MTP).
+
+Its input joins the state behind a token, as the head reads it, with the embedding of the token that follows: one matrix
+times both, each normed. Then comes a decoder layer of the model's kind, a norm of its own, and the model's head
+(DeepSeek-V3, arXiv 2412.19437, section 2.2). transformers leaves the layer aside. Of several such layers the first is
+read.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from shoal.errors import Unsupported
+from shoal.model.packed.classics import viewed
+from shoal.model.packed.shape import Shape, shape_of
+from shoal.model.packed.source import Source
+from shoal.model.packed.weights import root_of, tensors
+
+_ROWS = 32
+"""Rows of a stand-in for the embedding, whose place the model's own head takes."""
+_DENSE_FIRST = "first_k_dense_replace"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where files keep the layer: the beginning of its tensors' names, and the names of what is around it.
+
+    Attributes:
+        layer: before the names of a decoder layer's tensors.
+        join, embedding_norm, state_norm, norm: the matrix [D, 2 D], whose first columns are the embedding's, the norms
+            [D] of what it reads, and that before the head.
+    """
+
+    layer: str
+    join: str
+    embedding_norm: str
+    state_norm: str
+    norm: str
+
+
+def _numbered(start: str) -> Layout:
+    """That of DeepSeek and GLM, behind the model's own layers; GGUF files are read by these names, too."""
+    ends = ("eh_proj.weight", "enorm.weight", "hnorm.weight", "shared_head.norm.weight")
+    return Layout(start, *(start + end for end in ends))
+
+
+_APART = Layout("mtp.layers.0.", "mtp.fc.weight", "mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight",
+                "mtp.norm.weight")
+"""That of Qwen3-Next and Qwen3.5."""
+
+
+@dataclass(frozen=True)
+class MtpLayer:
+    """The layer of a model that was found in its files; its tensors are read when they are needed.
+
+    Attributes:
+        config: of a model of this layer alone.
+        source: that model's tensors by transformers' names; a few rows of zeros stand in for its embedding.
+        hidden: D.
+    """
+
+    config: Any
+    source: Source
+    hidden: int
+    _whole: Source
+    _layout: Layout
+    _shift: float
+
+    def join(self) -> tuple[Tensor, Tensor]:
+        """The matrices times a state and times the next token's embedding, float32 [D, D] each.
+
+        What they read is normed by its size alone; the weights of the norms are in them.
+
+        Raises:
+            ValueError: tensors do not fit together.
+        """
+        layout = self._layout
+        whole = self._read(layout.join, self.hidden, 2 * self.hidden)
+        factors = [self._read(name, self.hidden) + self._shift for name in (layout.embedding_norm, layout.state_norm)]
+        of_token, of_state = (half * factor for half, factor in zip(whole.split(self.hidden, 1), factors, strict=True))
+        return of_state, of_token
+
+    def _read(self, name: str, *size: int) -> Tensor:
+        found = self._whole[name].float()
+        if found.shape != size:
+            raise ValueError(f"the tensor {name!r} of the model's layer for further tokens is {list(found.shape)}; the "
+                             f"model's config asks for {list(size)}. Fetch the model again")
+        return found
+
+
+def mtp_of(config: Any, source: Source) -> MtpLayer | None:
+    """The layer of a model, given its config and all tensors of its files; None where they have none.
+
+    Raises:
+        Unsupported: it is of a kind that the packed block does not have, or tensors of it are missing.
+    """
+    text = config.get_text_config()
+    root = root_of(source, shape_of(config, torch.float32).names)
+    layouts = (_APART, _numbered(f"{root}layers.{text.num_hidden_layers}."))
+    layout = next((one for one in layouts if source.has(one.join)), None)
+    if layout is None:
+        return None
+    alone = _alone(text)
+    shape = shape_of(alone, torch.float32)
+    part = _OneLayer(source, layout, shape, alone)
+    missing = [name for name in (layout.embedding_norm, layout.state_norm) if not source.has(name)] + part.missing()
+    if missing:
+        raise Unsupported("the model's layer for further tokens", f"its files lack {', '.join(map(repr, missing[:4]))}",
+                          "Use another method, or fetch the model again")
+    return MtpLayer(alone, part, shape.hidden, source, layout, shape.norm_offset)
+
+
+def _alone(text: Any) -> Any:
+    """The config of a model of the layer alone: the last kind of attention and of feed-forward that the model has."""
+    config = copy.deepcopy(text)
+    config.num_hidden_layers, config.vocab_size, config.tie_word_embeddings = 1, _ROWS, True
+    for name in ("layer_types", "mlp_layer_types"):
+        if (kinds := getattr(config, name, None)) is not None:
+            setattr(config, name, list(kinds[-1:]))
+    if hasattr(config, _DENSE_FIRST):
+        setattr(config, _DENSE_FIRST, 0)
+    if getattr(config, "layer_types", None) == ["linear_attention"]:
+        config.layer_types = ["full_attention"]
+    return config
+
+
+class _OneLayer(Source):
+    """The tensors of one layer of a source, by the names that they have in a model of that layer alone."""
+
+    def __init__(self, whole: Source, layout: Layout, shape: Shape, config: Any) -> None:
+        self._whole, self._layout, self._hidden = whole, layout, shape.hidden
+        self._forms = list(tensors(viewed(config), shape, "model.", True))
+        self._norms = {f"model.{shape.names.final_norm}.weight": layout.norm}
+        self._layer, self._table = f"model.{shape.names.layers}.0.", f"model.{shape.names.embedding}.weight"
+
+    def missing(self) -> list[str]:
+        """Tensors that the layer needs and the files lack, by the first of their names there."""
+        lacking = (forms for forms in self._forms if not any(all(map(self.has, form)) for form in forms))
+        return [self._place(forms[0][0]) for forms in lacking]
+
+    @override
+    def names(self) -> list[str]:
+        return sorted({name for forms in self._forms for form in forms for name in form if self.has(name)})
+
+    @override
+    def has(self, name: str) -> bool:
+        return name == self._table or self._whole.has(self._place(name))
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name == self._table:
+            return torch.zeros(_ROWS, self._hidden)
+        return self._whole[self._place(name)]
+
+    def _place(self, name: str) -> str:
+        """The name in the files."""
+        if name.startswith(self._layer):
+            return self._layout.layer + name.removeprefix(self._layer)
+        return self._norms.get(name, name)

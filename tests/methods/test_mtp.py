@@ -1,0 +1,173 @@
+"""`mtp`: any layer, on every backend, changes the number of forwards and no more, and guesses what its modules say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import shoal
+from backends import Backend, each_backend
+from drive import decode, prompt
+from eagle_part import ECHO
+from families import RECURRENT, tiny
+from gguf_fixtures import BESIDE, BESIDE_OF, FOLDER, FURTHER, HYBRIDS, MadeHybrid
+from mtp_layer import MtpReference, Style, mtp_beside, write_model
+from part_checks import BATCHES, SAMPLINGS
+from shoal.decode.recipe import Recipe
+from shoal.depth.plan import DepthPlan
+from shoal.errors import Unsupported
+from shoal.methods.auto import Auto, Cautious
+from shoal.methods.d3 import D3
+from shoal.methods.mtp import Mtp
+from shoal.model.packed.runner import PackedRunner
+from shoal.model.runner import ModelRunner
+from shoal.speculative.eagle import LayerProposer
+from shoal.speculative.growth import Branching
+from shoal.types import Sampling
+from watched import Watched
+
+
+@each_backend
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_no_token_changes(backend: Backend, sampling: str) -> None:
+    shape = Branching((1,) * 3)
+    options = {"new": 24, "runner": backend.runner("llama"), "watch": False, "sampling": SAMPLINGS[sampling]}
+    proposer = Watched(LayerProposer(mtp_beside("llama"), shape))
+    plain = decode(None, BATCHES[4], DepthPlan.full(6), **options)
+    run = decode(None, BATCHES[4], Recipe(DepthPlan.full(6), proposer), **options)
+    assert run.tokens == plain.tokens and proposer.met["some"] + proposer.met["all"] > 0
+    assert sum(seq.ledger.target_forwards for seq in run.seqs) < 24 * 4
+
+
+@each_backend
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_the_layer_guesses_what_its_modules_would(backend: Backend, family: str) -> None:
+    proposer = LayerProposer(mtp_beside(family), Branching((1,) * 3))
+    check_guesses(MtpReference(family), backend.runner(family), proposer)
+
+
+def check_guesses(slow: MtpReference, runner: ModelRunner, layer: LayerProposer) -> None:
+    """Through prompts and accepted guesses, with the layer's own outputs in the place of states that are not known."""
+    proposer = Watched(layer)
+    options = {"runner": runner, "new": 12, "sampling": Sampling(logit_bias=ECHO), "watch": False}
+    recipe = Recipe(DepthPlan.full(runner.num_layers), proposer)
+    run = decode(None, [prompt(70, 1), prompt(5, 2)], recipe, **options)
+    seen = 0
+    for tree in proposer.trees:
+        texts = [seq.tokens[: end + 1] for seq in run.seqs for end in range(seq.prompt_length, len(seq.tokens))
+                 if seq.tokens[end] == tree.tokens[0]]
+        seen += any(slow.agrees(text, tree, ECHO, 1) for text in texts)
+    assert seen == len(proposer.trees) > 4
+
+
+KINDS = [
+    ("llama", "numbered"),
+    pytest.param("qwen3_5", "apart", marks=pytest.mark.skipif(not RECURRENT, reason="early transformers 5")),
+    ("glm4_moe", "numbered"), ("deepseek_v3", "numbered"),
+]
+
+
+@pytest.mark.parametrize(("family", "style"), KINDS)
+def test_a_checkpoint_s_layer_is_found_and_guesses(tmp_path: Path, family: str, style: Style) -> None:
+    engine = shoal.load(str(write_model(tmp_path, family, style)), dtype="float32")
+    assert isinstance(engine.runner, PackedRunner), "the layer is no reason to run the model's modules"
+    for number, ids in enumerate(BATCHES[4]):
+        options = {"max_new_tokens": 20, "logit_bias": ECHO, "temperature": float(number % 2), "seed": number}
+        plain = engine.generate(ids, method="full", **options)
+        found = engine.generate(ids, method=Mtp(stop=0.0), **options)
+        assert found.tokens == plain.tokens
+        assert found.stats.drafted > 0
+    slow, layer = MtpReference(family, style), engine.mtp()
+    assert layer is not None
+    check_guesses(slow, engine.runner, LayerProposer(layer, Branching((1,) * 3)))
+
+
+def test_below_a_depth_plan_it_gives_the_plan_s_text(tmp_path: Path) -> None:
+    engine = shoal.load(str(write_model(tmp_path, "llama", "numbered")), dtype="float32")
+    inner = D3(alpha=0.9, core=2)
+    options = {"max_new_tokens": 20, "logit_bias": ECHO}
+    plain = engine.generate(prompt(9, 3), method=inner, **options)
+    found = engine.generate(prompt(9, 3), method=Mtp(stop=0.0, inner=inner), **options)
+    assert found.tokens == plain.tokens and found.stats.drafted > 0
+
+
+def test_a_model_without_one_is_told_so() -> None:
+    with pytest.raises(Unsupported, match="no layer for further tokens"):
+        shoal.load(tiny("llama", dtype=torch.float32)).generate([3, 4, 5], method="mtp", max_new_tokens=2)
+
+
+def test_a_damaged_layer_is_told_in_one_line(tmp_path: Path) -> None:
+    (file,) = write_model(tmp_path, "llama", "numbered").glob("*.safetensors")
+    tensors = load_file(file)
+    for name, change, told in (
+        ("model.layers.6.hnorm.weight", None, "lack 'model.layers.6.hnorm.weight'"),
+        ("model.layers.6.mlp.down_proj.weight", None, "lack 'model.layers.6.mlp.down_proj.weight'"),
+        ("model.layers.6.eh_proj.weight", tensors["model.layers.6.eh_proj.weight"][:, :-1], "asks for"),
+    ):
+        held = {key: tensor for key, tensor in tensors.items() if key != name}
+        save_file(held if change is None else {**held, name: change.contiguous()}, file, {"format": "pt"})
+        engine = shoal.load(str(tmp_path), dtype="float32")
+        plain = engine.generate([3, 4, 5], max_new_tokens=2, method="full").tokens
+        with pytest.raises((Unsupported, ValueError), match=told):
+            engine.generate([3, 4, 5], method="mtp", max_new_tokens=2)
+        assert engine.generate([3, 4, 5], max_new_tokens=2, method="full").tokens == plain
+
+
+@pytest.mark.parametrize("made", [made for made in HYBRIDS if made.architecture in FURTHER and RECURRENT],
+                         ids=lambda made: made.name)
+def test_the_layer_of_a_gguf_file_is_the_checkpoint_s(made: MadeHybrid) -> None:
+    """llama.cpp's converter and quantiser have made it; its names and norms differ from the checkpoint's."""
+    engine, tensors = shoal.load(str(made.path), dtype="float32"), made.further()
+    layer, near = engine.mtp(), 1e-3 if made.kind == "F16" else 0.1
+    assert layer is not None
+    apart = "mtp." if FURTHER[made.architecture] == "apart" else f"model.layers.{engine.runner.num_layers}."
+    inner = f"{apart}layers.0." if apart == "mtp." else apart
+    held = layer.source.names()
+    own = {name: tensors[other] for name in held if (other := name.replace("model.layers.0.", inner)) in tensors}
+    assert len(own) > 10
+    for name, tensor in own.items():
+        assert relative(layer.source[name], tensor) < near, name
+    fc, e_norm, h_norm = ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden") if apart == "mtp." else (
+        "eh_proj", "enorm", "hnorm")
+    shift = float(apart == "mtp.")
+    halves = tensors[f"{apart}{fc}.weight"].chunk(2, 1)
+    norms = [tensors[f"{apart}{norm}.weight"] + shift for norm in (e_norm, h_norm)]
+    wanted = [half * norm for half, norm in zip(halves, norms, strict=True)]
+    assert all(relative(found, one) < near for found, one in zip(layer.join(), wanted[::-1], strict=True))
+    plain = engine.generate([5, 6, 7, 8], max_new_tokens=12, method="full")
+    found = engine.generate([5, 6, 7, 8], max_new_tokens=12, method=Mtp(stop=0.0))
+    assert found.tokens == plain.tokens and found.stats.drafted > 0
+
+
+def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    assert found.shape == wanted.shape
+    return float((found.float() - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.skipif(not RECURRENT, reason="early transformers 5")
+def test_a_file_beside_has_the_layer(tmp_path: Path) -> None:
+    model = tmp_path / "model.gguf"
+    model.write_bytes((FOLDER / "qwen35-F16.gguf").read_bytes())
+    assert shoal.load(str(model), dtype="float32").mtp() is None
+    beside = tmp_path / BESIDE.name
+    beside.write_bytes((FOLDER / "glm4moe-mtp-F16.gguf").read_bytes())
+    assert shoal.load(str(model), dtype="float32").mtp() is None, "it is another model's"
+    beside.write_bytes(BESIDE.read_bytes())
+    engine = shoal.load(str(model), dtype="float32")
+    layer, inside = engine.mtp(), shoal.load(str(BESIDE_OF.path), dtype="float32").mtp()
+    assert layer is not None and inside is not None and layer.source.names() == inside.source.names()
+    assert all(torch.equal(layer.source[name], inside.source[name]) for name in layer.source.names())
+    plain = engine.generate([5, 6, 7, 8], max_new_tokens=12, method="full")
+    found = engine.generate([5, 6, 7, 8], max_new_tokens=12, method=Mtp(stop=0.0))
+    assert found.tokens == plain.tokens and found.stats.drafted > 0
+
+
+def test_auto_guesses_by_it(tmp_path: Path) -> None:
+    engine = shoal.load(str(write_model(tmp_path, "llama", "numbered")), dtype="float32")
+    recipe = engine.recipe(Auto(), 16)
+    assert isinstance(recipe.proposer, Cautious) and isinstance(recipe.proposer.drafter, LayerProposer)
+    plain, found = (engine.generate(prompt(9, 3), method=one, max_new_tokens=64) for one in ("full", "auto"))
+    assert found.tokens == plain.tokens

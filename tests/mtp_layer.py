@@ -1,0 +1,100 @@
+"""A layer for further tokens with random weights in a tiny model's files, and what it guesses by its modules.
+
+Any such layer must leave the output as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from backends import reference
+from eagle_part import LayerReference
+from families import VOCAB, tiny
+from shoal.engine.engine import Engine
+from shoal.model.mtp import MtpLayer, mtp_of
+from shoal.model.packed.source import TensorSource
+
+Style = Literal["numbered", "apart"]
+"""Names as in DeepSeek's and GLM's files, behind the model's own layers, or as in Qwen's, apart from them."""
+_ENDS = {"numbered": ("eh_proj.weight", "enorm.weight", "hnorm.weight", "shared_head.norm.weight"),
+         "apart": ("fc.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight", "norm.weight")}
+
+
+def layer_tensors(family: str, style: Style) -> dict[str, Tensor]:
+    """The layer's tensors as they stand in the files of a family's model: another model's last layer that attends."""
+    return as_further_layer(tiny(family, seed=7), style)
+
+
+def as_further_layer(model: PreTrainedModel, style: Style) -> dict[str, Tensor]:
+    """The last layer of a model that attends, and what is around a layer for further tokens, drawn."""
+    tensors, count, hidden = model.state_dict(), model.config.num_hidden_layers, model.config.hidden_size
+    attends = [place for place in range(count) if f"model.layers.{place}.self_attn.o_proj.weight" in tensors]
+    start = f"model.layers.{attends[-1]}."
+    before = f"model.layers.{count}." if style == "numbered" else "mtp."
+    inner = before if style == "numbered" else f"{before}layers.0."
+    generator = torch.Generator().manual_seed(3)
+    join = 0.2 * torch.randn(hidden, 2 * hidden, generator=generator, dtype=torch.float64)
+    norms = (0.5 + torch.rand(3, hidden, generator=generator, dtype=torch.float64)).unbind()
+    around = dict(zip(_ENDS[style], (join, *norms), strict=True))
+    own = {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
+    return {**{inner + name: tensor for name, tensor in own.items()},
+            **{before + name: tensor.to(model.dtype) for name, tensor in around.items()}}
+
+
+def mtp_beside(family: str, style: Style = "numbered") -> MtpLayer:
+    """The layer beside a family's model, from memory."""
+    model = reference(family)
+    found = mtp_of(model.config, TensorSource({**model.state_dict(), **layer_tensors(family, style)}))
+    assert found is not None
+    return found
+
+
+def with_layer(engine: Engine, family: str) -> Engine:
+    """The engine of a family's model, which brings such a layer from now on."""
+    model = tiny(family)
+    tensors = {**model.state_dict(), **layer_tensors(family, "numbered")}
+    engine.mtp = lambda: mtp_of(model.config, TensorSource(tensors))
+    return engine
+
+
+def write_model(folder: Path, family: str, style: Style, dtype: torch.dtype = torch.float32) -> Path:
+    """A family's model with such a layer as a checkpoint, which transformers reads without the layer."""
+    tiny(family, dtype=dtype).save_pretrained(folder)
+    (file,) = folder.glob("*.safetensors")
+    extra = {name: tensor.to(dtype).contiguous() for name, tensor in layer_tensors(family, style).items()}
+    save_file({**load_file(file), **extra}, file, {"format": "pt"})
+    return folder
+
+
+class MtpReference(LayerReference):
+    """The layer as the last one of a model of one layer."""
+
+    def __init__(self, family: str, style: Style = "numbered") -> None:
+        model, tensors = reference(family), layer_tensors(family, style)
+        config = copy.deepcopy(model.config)
+        config.num_hidden_layers = 1
+        if getattr(config, "layer_types", None) is not None:
+            config.layer_types = ["full_attention"]
+        for name in ("mlp_layer_types", "first_k_dense_replace"):
+            if hasattr(config, name):
+                setattr(config, name, 0 if name.startswith("first") else ["sparse"])
+        before = f"model.layers.{model.config.num_hidden_layers}." if style == "numbered" else "mtp."
+        join, embedding_norm, state_norm, norm = (tensors[before + end] for end in _ENDS[style])
+        inner = before if style == "numbered" else f"{before}layers.0."
+        layer = AutoModelForCausalLM.from_config(config).double().eval().model
+        held = {f"layers.0.{name.removeprefix(inner)}": tensor for name, tensor in tensors.items()
+                if name.startswith(inner)}
+        held["norm.weight"] = norm
+        assert set(layer.state_dict()) - set(held) <= {"embed_tokens.weight"}
+        layer.load_state_dict(held, strict=False)
+        shift = 1.0 if family in ("qwen3_5", "qwen3_5_moe", "qwen3_next") else 0.0
+        both = join.split(join.shape[0], 1)
+        super().__init__(model, layer, torch.cat(both[::-1], 1), [state_norm + shift, embedding_norm + shift],
+                         config.rms_norm_eps, torch.arange(VOCAB))
