@@ -7,7 +7,7 @@ import gc
 import mmap
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -19,12 +19,46 @@ def give_back() -> None:
 
 
 def available() -> int | None:
-    """Bytes of memory that the system has available; None if it does not say."""
-    try:
+    """Bytes of memory that this process may still use: what the system has, or what its memory groups leave, if less.
+
+    Files in memory that nobody needs count as free. None if the system does not say.
+    """
+    left: list[int] = []
+    with suppress(OSError):
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), None)
+        left += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
+    with suppress(OSError):
+        left += left_by_groups(Path("/proc/self/cgroup").read_text(encoding="utf-8"), Path("/sys/fs/cgroup"))
+    return min(left, default=None)
+
+
+def left_by_groups(groups: str, root: Path) -> Iterator[int]:
+    """Bytes that each memory group of a process leaves it, of those that have a limit.
+
+    Args:
+        groups: what /proc/self/cgroup says, of version 1 or 2.
+        root: where groups are mounted. A container may see its own group there, under the path of the host.
+    """
+    for line in groups.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top, limit, usage = (root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else (
+            root, "memory.max", "memory.current")
+        own = top / path.strip("/")
+        for folder in (own, *own.parents):
+            with suppress(OSError, ValueError):  # "max", or no such file
+                most = int((folder / limit).read_text("ascii"))
+                used = int((folder / usage).read_text("ascii"))
+                yield max(0, most - used + _of_files(folder))
+            if folder == top:
+                break
+
+
+def _of_files(folder: Path) -> int:
+    """Bytes of files that a memory group has in memory, its groups' included."""
+    facts = dict(line.split() for line in (folder / "memory.stat").read_text("ascii").splitlines())
+    return sum(int(facts.get(f"total_{name}", facts.get(name, 0))) for name in ("active_file", "inactive_file"))
 
 
 def resident() -> int | None:

@@ -26,6 +26,8 @@ from shoal.errors import Unsupported
 from shoal.methods.d3 import D3
 from shoal.methods.kv_int8 import KVInt8
 from shoal.methods.streaming_llm import StreamingLLM
+from shoal.model.packed import native
+from shoal.model.packed.native_runner import NativeRunner
 from shoal.speculative.draft_head_file import DraftHead
 from shoal.types import ModelInfo
 from shoal_lab.components.router import BIAS, MIX, NEURONS, OUT, TABLE, ExpertRouter, bits
@@ -184,6 +186,25 @@ def test_what_answers_leave_in_the_kv_is_known_to_be_less_than_the_model_s_own(b
     while len(run.seqs[0].steps) < 6:
         next(steps)
     assert run.cache.positions[0] == 37 + 5 and run.cache.first_shallow(0) == 37
+
+
+@pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.why_not()}")
+@pytest.mark.parametrize("ahead", [0, 1, 9])
+def test_groups_are_asked_for_ahead_and_change_nothing(ahead: int) -> None:
+    runner, ids = NATIVE.runner("llama"), PROMPTS[3]
+    assert isinstance(runner, NativeRunner)
+    plain, foresight = decode(None, [ids], recipe(), NEW, runner=runner), native.Foresight(ahead, traced=10_000)
+    runner.decoder.foresee(foresight)
+    try:
+        run = decode(None, [ids], recipe(), NEW, runner=runner)
+    finally:
+        runner.decoder.foresee(None)
+    assert run.tokens == plain.tokens and torch.equal(run.logits(0), plain.logits(0))
+    tokens = run.seqs[0].tokens
+    assert foresight.trace() == [
+        (layer, group) for end in range(len(ids) + 1, len(tokens))
+        for layer, mask in enumerate(router().masks(tokens[:end], 2)) for group in range(GROUPS) if mask >> group & 1]
+    assert foresight.found.bytes > 0 and foresight.found.guessed == 0, "what is known is no guess"
 
 
 def test_parts_and_numbers_that_do_not_fit_are_refused() -> None:

@@ -246,7 +246,10 @@ def build(
         if kept is not None and file is plain:  # with layers left out it is no copy of the file
             undone.pop_all()
             kept.finish()
-    return (NativeRunner if kernels else PackedRunner)(shape, weights, rotary, dtype, device)
+    runner = (NativeRunner if kernels else PackedRunner)(shape, weights, rotary, dtype, device)
+    if kept is not None and kept.beyond and isinstance(runner, NativeRunner):
+        runner.read_ahead()
+    return runner
 
 
 def _with_rows(shape: Shape, source: Source) -> Source:

@@ -28,7 +28,7 @@ from shoal.model.kv.layer import KVLayer
 from shoal.model.masks import Asker
 from shoal.model.packed import native
 from shoal.model.packed.block import scaled_logits
-from shoal.model.packed.linear import Quant, quant_for
+from shoal.model.packed.linear import Quant, parts_of, quant_for
 from shoal.model.packed.native_calls import LIMIT, KernelCall, States, calls_of
 from shoal.model.packed.native_states import NativeStates
 from shoal.model.packed.native_steps import PlainSteps, read_stores
@@ -107,6 +107,14 @@ class NativeRunner(PackedRunner):
         self._plain = PlainSteps(self.decoder, self._states, self._attends, shape)
         if not all(native.as_packed(matrix).kind in _FLOATS for matrix in weights.matrices()):
             self.activation_dtype = torch.int8
+
+    def read_ahead(self) -> None:
+        """Read experts ahead, since the file that they are mapped from is larger than memory."""
+        mixtures = [layer.experts for layer in self.weights.layers if layer.experts is not None]
+        for one in mixtures:
+            native.scatter(map(native.as_packed, chain.from_iterable(map(parts_of, (*one.gate_up, *one.down)))))
+        if mixtures:
+            self.decoder.foresee(native.Foresight())
 
     @override
     def new_cache(self, seqs: int, reserve: Sequence[int] | None = None) -> KVCache:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from shoal import user_cache
+from shoal.heap import available
 from shoal.model.packed import native
 from shoal.user_cache import known_sha256, sha256
 
@@ -36,11 +37,16 @@ log = logging.getLogger(__name__)
 
 
 class Repacked:
-    """The repacked matrices of a model's files: cached, or new ones of `expected` bytes or less, cached by `finish`."""
+    """The repacked matrices of a model's files: cached, or new ones of `expected` bytes or less, cached by `finish`.
+
+    Attributes:
+        beyond: whether they are mapped from a file that is larger than the memory which may be used.
+    """
 
     def __init__(self, paths: Sequence[Path], expected: int) -> None:
         self._kept = _read(paths)
         self._room = None if self._kept is not None else _Room.make(expected)
+        self.beyond = self._kept[2] if self._kept is not None else self._room is not None and _beyond(expected)
         self._hash = None if self._room is None else ThreadPoolExecutor(1).submit(_digest, paths, sha256)
         self._records: dict[str, dict[str, Any]] = {}
         self._spare = native.Arena()
@@ -48,7 +54,7 @@ class Repacked:
     def take(self, name: str, make: Callable[[native.Memory], native.PackedWeight]) -> native.PackedWeight:
         """The matrix of that name; `make` makes it if it is not cached."""
         if self._kept is not None:
-            mapped, records = self._kept
+            mapped, records, _ = self._kept
             return _matrix(mapped, records[name])
         if self._room is None:
             return make(self._spare)
@@ -162,8 +168,11 @@ def _digest(paths: Sequence[Path], of: Callable[[Path], str | None]) -> str | No
     return known[0] if len(known) == 1 else hashlib.sha256("".join(map(str, known)).encode()).hexdigest()
 
 
-def _read(paths: Sequence[Path]) -> tuple[Tensor, dict[str, dict[str, Any]]] | None:
-    """The bytes and the index of a file's cached matrices; None if there are none or they are damaged."""
+def _read(paths: Sequence[Path]) -> tuple[Tensor, dict[str, dict[str, Any]], bool] | None:
+    """The bytes and the index of a file's cached matrices, and whether they are beyond memory.
+
+    None if there are none or they are damaged.
+    """
     root, known = cache_folder(), _digest(paths, known_sha256)
     if root is None or known is None:
         return None
@@ -177,7 +186,8 @@ def _read(paths: Sequence[Path]) -> tuple[Tensor, dict[str, dict[str, Any]]] | N
                 raise ValueError("it is shorter than its index says")
             with suppress(OSError):
                 os.utime(folder / _INDEX)  # in use: see `_sweep`
-            return _mapped(file.fileno()), records
+            beyond = _beyond(size)
+            return _mapped(file.fileno(), not beyond), records, beyond
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -186,9 +196,19 @@ def _read(paths: Sequence[Path]) -> tuple[Tensor, dict[str, dict[str, Any]]] | N
         return None
 
 
-def _mapped(number: int) -> Tensor:
-    """A file as uint8 [bytes], with its pages populated."""
-    flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+def _beyond(size: int) -> bool:
+    """Whether so many mapped bytes are more than the memory that may be used; then a warning says so."""
+    most = available()
+    if most is None or size <= most:
+        return False
+    log.warning("the weights take %.2f GB and %.2f GB of memory are free: what does not fit is read from disk at every "
+                "step, at the disk's speed", size / 1e9, most / 1e9)
+    return True
+
+
+def _mapped(number: int, populate: bool) -> Tensor:
+    """A file as uint8 [bytes], with its pages populated or not."""
+    flags = mmap.MAP_SHARED | (getattr(mmap, "MAP_POPULATE", 0) if populate else 0)
     pages = mmap.mmap(number, 0, flags=flags, prot=mmap.PROT_READ)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")

@@ -18,6 +18,7 @@ from shoal.model.packed.native.batch import (
 )
 from shoal.model.packed.native.build import layout_version
 from shoal.model.packed.native.chain import ChainWish, NativeChain, Path
+from shoal.model.packed.native.foresight import Foreseen, Foresight, scatter
 from shoal.model.packed.native.library import (
     LANES,
     MAX_EXPERTS,
@@ -45,9 +46,9 @@ from shoal.model.packed.native.weights import (
 )
 
 __all__ = [
-    "ATTENTION", "Arena", "ChainWish", "KVBinding", "Kind", "LANES", "MAX_EXPERTS", "MAX_HEAD_DIM", "MAX_NODES",
-    "MAX_TOKENS", "MLP", "Memory", "NativeBatch", "NativeChain", "NativeModel", "OWN", "OwnSlots", "PackedWeight",
-    "Path", "STORE", "SlotChoice", "SlotLabels", "as_packed", "available", "chain_ancestors", "kind_of_type",
-    "layout_version",
-    "matmul", "pack", "pack_blocks", "packed_bytes", "share_inputs", "vector_set", "why_not",
+    "ATTENTION", "Arena", "ChainWish", "Foreseen", "Foresight", "KVBinding", "Kind", "LANES", "MAX_EXPERTS",
+    "MAX_HEAD_DIM", "MAX_NODES", "MAX_TOKENS", "MLP", "Memory", "NativeBatch", "NativeChain", "NativeModel", "OWN",
+    "OwnSlots", "PackedWeight", "Path", "STORE", "SlotChoice", "SlotLabels", "as_packed", "available",
+    "chain_ancestors", "kind_of_type", "layout_version", "matmul", "pack", "pack_blocks", "packed_bytes", "scatter",
+    "share_inputs", "vector_set", "why_not",
 ]

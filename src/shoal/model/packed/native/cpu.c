@@ -1,8 +1,9 @@
 /* Features of this machine. Compiled for any processor of the family, so that it is safe to call everywhere. */
 #define _GNU_SOURCE
-#include <stdint.h>
 #include <sys/mman.h>
 #include <unistd.h>
+
+#include "shoal.h"
 #ifdef SHOAL_NEON
 #include <sys/auxv.h>
 #endif
@@ -58,11 +59,13 @@ const char *shoal_missing_feature(void) {
     return 0;
 }
 
-/* Ask for huge pages for memory from `start` on, before it is first touched: streams then cross fewer page boundaries. */
-void shoal_advise(void *start, int64_t bytes) {
+/* Tell the system how memory from `start` on will be used. ADVISE_HUGE: before it is first touched, for huge pages, since streams then
+   cross fewer page boundaries. Of mapped files, ADVISE_NEEDED: soon, so that its pages are read meanwhile, all at once and in the
+   background; ADVISE_SCATTERED: without neighbours, which are otherwise read along. */
+void shoal_advise(const void *start, int64_t bytes, int how) {
 #ifdef MADV_HUGEPAGE
-    const uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE);
-    uintptr_t first = ((uintptr_t)start + page - 1) & ~(page - 1), last = ((uintptr_t)start + bytes) & ~(page - 1);
-    if (last > first) madvise((void *)first, last - first, MADV_HUGEPAGE);
+    const uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), outside = how == ADVISE_NEEDED ? page - 1 : 0;
+    const uintptr_t first = ((uintptr_t)start + page - 1 - outside) & ~(page - 1), last = ((uintptr_t)start + bytes + outside) & ~(page - 1);
+    if (last > first) madvise((void *)first, last - first, how == ADVISE_HUGE ? MADV_HUGEPAGE : how == ADVISE_NEEDED ? MADV_WILLNEED : MADV_RANDOM);
 #endif
 }

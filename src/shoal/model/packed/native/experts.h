@@ -129,6 +129,8 @@ static const Route *route_tokens(Worker *w, const ShoalExperts *e, int count) {
     return to;
 }
 
+#include "foresight.h"
+
 /* Append a lot of `count` tokens, which are filled in by the caller; returns it. */
 static Lot *add_lot(Lots *l, const ShoalWeight *gate_up, const ShoalWeight *down, int count) {
     Lot *lot = l->lot + l->count;
@@ -286,6 +288,7 @@ static void run_groups(Worker *w, int entry) {
     const ShoalBatch *b = w->run->b;
     const Chosen some = choose_group(b, entry, ANY);
     if (!some.count) return;
+    foresee_groups(w, entry);
     const ShoalWeight *parts = b->experts + (int64_t)b->layers[entry] * b->expert_count * 2;
     w->lots.count = 0;
     for (int group = 0; group < b->expert_count; group++) {
@@ -341,11 +344,13 @@ static void put_apart(const Worker *w, const Chosen *c, const float *norm, int f
 
 /* Experts that read the states through norms of their own, and the MLP beside them: the norms of what both give are added, and the norm
    of the sum is added to the states. */
-static void run_apart(Worker *w, const ShoalLayer *layer, const Chosen *c) {
+static void run_apart(Worker *w, int entry, const Chosen *c) {
     Run *r = w->run;
+    const ShoalLayer *layer = r->m->layers + r->b->layers[entry];
     const ShoalExperts *e = layer->experts;
     multiply_normed(w, &e->router, (Norm){e->router_norm, NULL}, e->router_bias, c, r->scores, r->scores_line);
     const Route *routes = route_tokens(w, e, c->count);
+    foresee(w, entry, c, routes);
     open_whole(w, layer, c);
     multiply_all(w, &layer->down, c, layer->down_bias, finish_aside, NULL);
     meet(&r->team, w->id);
@@ -366,11 +371,12 @@ static void run_experts(Worker *w, int entry) {
     const Chosen c = choose(r->b, entry, RUN_MLP);
     if (!c.count) return;
     if (e->router_norm) {
-        run_apart(w, layer, &c);
+        run_apart(w, entry, &c);
         return;
     }
     multiply_normed(w, &e->router, norm_after(layer), e->router_bias, &c, r->scores, r->scores_line);
     const Route *routes = route_tokens(w, e, c.count);
+    foresee(w, entry, &c, routes);
     if (e->narrow.rows) {
         run_narrowed(w, layer, &c, routes);
         return;

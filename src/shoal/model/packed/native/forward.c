@@ -308,7 +308,8 @@ void shoal_matmul(const ShoalWeight *w, const float *x, int tokens, float *out, 
 }
 
 /* Sizes of the structures, for the test that compares them with their mirrors in Python. */
-void shoal_sizes(int64_t sizes[11]) {
+void shoal_sizes(int64_t sizes[12]) {
+    sizes[11] = sizeof(ShoalForesight);
     sizes[10] = sizeof(ShoalLatent);
     sizes[9] = sizeof(ShoalExperts);
     sizes[6] = sizeof(ShoalChoice), sizes[7] = sizeof(ShoalRecurrence), sizes[8] = sizeof(ShoalSteps);

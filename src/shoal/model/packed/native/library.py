@@ -91,6 +91,13 @@ class LayerStruct(ctypes.Structure):
     ]
 
 
+class ForesightStruct(ctypes.Structure):
+    """How pages of experts are asked for, and what came of it."""
+
+    _fields_ = [("ahead", c_int32), ("room", c_int32), ("trace", c_void_p), ("used", c_int64), ("chosen", c_int64),
+                ("guessed", c_int64), ("right", c_int64), ("bytes", c_int64)]
+
+
 class Model(ctypes.Structure):
     """A decoder."""
 
@@ -110,7 +117,7 @@ class Model(ctypes.Structure):
         ("position_count", c_int32), ("parallel", c_int32), ("rotates_first", c_int32), ("slopes", c_void_p),
         ("qkv_limit", c_float),
         ("layer_input", c_int32), ("apart", c_int32), ("input_table", Weight), ("input_project", Weight),
-        ("input_norm", c_void_p),
+        ("input_norm", c_void_p), ("foresight", POINTER(ForesightStruct)),
     ]
 
 
@@ -188,6 +195,8 @@ class StepsStruct(ctypes.Structure):
     _fields_ = [("ends", c_void_p), ("end_count", c_int32), ("most", c_int32), ("done", c_int32)]
 
 
+HUGE_PAGES, NEEDED, SCATTERED = 0, 1, 2
+"""What `shoal_advise` tells the system of memory, as in shoal.h."""
 REFUSED, NO_ROOM = 1, 2
 """Results of a forward, as in forward.c."""
 _ROOM = c_void_p, c_int64, c_int, POINTER(c_double), c_char_p, c_int
@@ -196,7 +205,7 @@ _SIGNATURES = {
     "shoal_missing_feature": (c_char_p, []),
     "shoal_vectors": (c_char_p, []),
     "shoal_sizes": (None, [POINTER(c_int64)]),
-    "shoal_advise": (None, [c_void_p, c_int64]),
+    "shoal_advise": (None, [c_void_p, c_int64, c_int]),
     "shoal_lay_out": (None, [POINTER(Weight), POINTER(c_int64), POINTER(c_int64)]),
     "shoal_pack_scratch": (c_int64, [POINTER(Weight)]),
     "shoal_pack": (None, [POINTER(Weight), c_void_p, c_int, c_void_p, c_int]),

@@ -26,6 +26,7 @@ from shoal.model.packed.linear import Linear, parts_of
 from shoal.model.packed.mixers import Projection
 from shoal.model.packed.native.batch import ChoicesAtWork, KVBinding, NativeBatch, OwnSlots, SlotChoice, address
 from shoal.model.packed.native.chain import ChainWish, NativeChain, Path
+from shoal.model.packed.native.foresight import Foresight
 from shoal.model.packed.native.library import (
     ACTIVATIONS,
     LANES,
@@ -132,7 +133,8 @@ class NativeModel:
     """A decoder that the library runs.
 
     `recurrences` are by layer. `head_read` counts the bytes of the head that forwards have read. Where `bounds` is
-    true, argmax tokens are found by bounds of the logits, which take memory of their own.
+    true, argmax tokens are found by bounds of the logits, which take memory of their own. `foresight` is set by
+    `foresee`.
 
     Args:
         shape: its sizes. Dimensions of a head are even and at most 256.
@@ -168,6 +170,7 @@ class NativeModel:
         self._whole: dict[int, int] = {}  # forwards that are to read the whole head, by wanted tokens
         self._failed: dict[int, int] = {}  # how many were, when bounds let too much through last, and never less since
         self.head_read, self.bounds = 0, True
+        self.foresight: Foresight | None = None
         self._asking: int | None = None  # the thread whose forward calls `choose`
 
     def turn(self, cos: Tensor, sin: Tensor) -> None:
@@ -180,6 +183,12 @@ class NativeModel:
                     struct.cos = address("cos", cos[table], (struct.positions, half))
                     struct.sin = address("sin", sin[table], (struct.positions, half))
             self._tables, self.reach = (cos, sin), cos.shape[1]
+
+    def foresee(self, foresight: Foresight | None) -> None:
+        """Ask the system for experts' pages before they are read, or do so no more; for weights in a mapped file."""
+        with self._lock:
+            self.foresight = foresight
+            self._model.foresight = None if foresight is None else ctypes.pointer(foresight.struct)
 
     def bind(
         self, keys: Sequence[Tensor | None], values: Sequence[Tensor | None],

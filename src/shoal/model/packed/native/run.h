@@ -64,6 +64,8 @@ typedef struct {
     int64_t private_bytes, acts_bytes;
     float *logits;
     Largest *best; /* [threads][wanted tokens], for argmax; or NULL */
+    int guessed_in;  /* 1 + the number in `layers` of the layer whose experts are guessed; or 0 */
+    uint8_t guessed[MAX_EXPERTS];
     float lowest[MAX_THREADS][TILE_TOKENS]; /* each thread's lower bound of the largest logit, see likeliest.h */
     Team team;
 } Run;

@@ -134,6 +134,19 @@ typedef struct {
     const float *input_out_norm;       /* [hidden] */
 } ShoalLayer;
 
+/* How pages of experts are asked for before they are read, see foresight.h, and what came of it. */
+typedef struct {
+    int32_t ahead;  /* layers ahead of which experts are asked for: of those that routers choose at most one, which is guessed */
+    int32_t room;   /* of `trace` */
+    int32_t *trace; /* gets what ran, in order: layer MAX_EXPERTS + expert; or NULL */
+    int64_t used;   /* numbers of the trace, more than `room` if they were too many */
+    int64_t chosen, guessed, right; /* experts of layers with guesses, those guessed, and those that are both */
+    int64_t bytes;  /* that were asked for */
+} ShoalForesight;
+
+enum { ADVISE_HUGE, ADVISE_NEEDED, ADVISE_SCATTERED };
+void shoal_advise(const void *start, int64_t bytes, int how);
+
 typedef struct {
     int32_t hidden, ffn /* of the widest layer */, heads, vocab, num_layers, activation, kv_dtype;
     int32_t kv_heads, head_dim, rotary_dim; /* the least, and the most, of any layer; of models that choose slots all layers are equal.
@@ -171,6 +184,7 @@ typedef struct {
     int32_t apart;         /* whether some layer's experts read the states through norms of their own */
     ShoalWeight input_table, input_project; /* [tokens, num_layers layer_input] and [num_layers layer_input, hidden] */
     const float *input_norm;                /* [layer_input] */
+    ShoalForesight *foresight;              /* where the experts' file does not lie in memory; or NULL */
 } ShoalModel;
 
 /* Some slots of a row in memory that other rows may read too, and nobody writes: [kv_heads, count] lines in the type of the cache. */

@@ -20,7 +20,7 @@ from typing_extensions import override
 from shoal.model.gguf.blocks import Blocks, plain
 from shoal.model.gguf.header import GgmlType
 from shoal.model.packed.linear import Linear
-from shoal.model.packed.native.library import KINDS, MAX_TOKENS, PANEL_ROWS, Weight, require
+from shoal.model.packed.native.library import HUGE_PAGES, KINDS, MAX_TOKENS, PANEL_ROWS, Weight, require
 from shoal.model.packed.native.threads import MACHINE
 
 _HUGE = 1 << 21
@@ -77,7 +77,7 @@ def _huge(nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
     memory = torch.empty(nbytes + _HUGE, dtype=torch.uint8)
     memory = memory[-memory.data_ptr() % _HUGE :][:nbytes]
-    require().shoal_advise(memory.data_ptr(), nbytes)
+    require().shoal_advise(memory.data_ptr(), nbytes, HUGE_PAGES)
     return memory
 
 

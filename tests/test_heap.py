@@ -1,0 +1,63 @@
+"""What memory groups leave a process, on files as Linux writes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shoal import heap
+from shoal.heap import left_by_groups
+
+OLD = "9:name=systemd:/\n4:cpu,memory:/outer/inner\n1:cpuset:/\n0::/\n"
+NEW = "0::/outer/inner\n"
+
+
+def group(folder: Path, facts: dict[str, str]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in facts.items():
+        (folder / name).write_text(text, "ascii")
+
+
+def old(folder: Path, limit: int, used: int, files: int) -> None:
+    stat = f"cache 7\nactive_file 1\ninactive_file 1\ntotal_active_file {files - 10}\ntotal_inactive_file 10\n"
+    group(folder, {"memory.limit_in_bytes": f"{limit}\n", "memory.usage_in_bytes": f"{used}\n", "memory.stat": stat})
+
+
+def new(folder: Path, limit: str, used: int, files: int) -> None:
+    group(folder, {"memory.max": f"{limit}\n", "memory.current": f"{used}\n",
+                   "memory.stat": f"anon 5\nactive_file {files - 10}\ninactive_file 10\n"})
+
+
+def test_version_1(tmp_path: Path) -> None:
+    old(tmp_path / "memory" / "outer" / "inner", 1000, 600, 100)
+    old(tmp_path / "memory" / "outer", 2000, 1900, 300)
+    old(tmp_path / "memory", 1 << 62, 0, 10)
+    assert sorted(left_by_groups(OLD, tmp_path)) == [400, 500, (1 << 62) + 10]
+
+
+def test_version_2(tmp_path: Path) -> None:
+    new(tmp_path / "outer" / "inner", "max", 600, 100)
+    new(tmp_path / "outer", "2000", 1900, 300)
+    (tmp_path / "cgroup.controllers").write_text("memory", "ascii")  # the root has no limit
+    assert list(left_by_groups(NEW, tmp_path)) == [400]
+
+
+def test_a_container_sees_its_own_group_at_the_top(tmp_path: Path) -> None:
+    old(tmp_path / "memory", 1000, 600, 100)
+    assert list(left_by_groups(OLD, tmp_path)) == [500]
+
+
+def test_nothing_is_left_of_a_full_group(tmp_path: Path) -> None:
+    new(tmp_path / "outer", "100", 900, 10)
+    assert list(left_by_groups(NEW, tmp_path)) == [0]
+
+
+def test_the_least_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = heap.available()
+    if whole is None:
+        pytest.skip("the system does not say")
+    monkeypatch.setattr(heap, "left_by_groups", lambda *_: iter([1 << 62, 12345]))
+    assert heap.available() == 12345
+    monkeypatch.setattr(heap, "left_by_groups", lambda *_: iter([1 << 62]))
+    assert abs((heap.available() or 0) - whole) < 2 << 30
