@@ -23,7 +23,9 @@ from shoal.engine.scheduling.batching import Policy
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.errors import Unsupported
 from shoal.methods.base import Method
+from shoal.methods.best_of import BestOf
 from shoal.methods.d3 import D3
+from shoal.methods.draft_model import DraftModel
 from shoal.methods.full import Full
 from shoal.methods.prompt_lookup import PromptLookup
 from shoal.model.packed import native
@@ -143,6 +145,18 @@ def test_states_of_where_prompts_part_are_planned_for() -> None:
     scheduler = Scheduler(engine("lfm2"), max_seqs=2, kv_bytes=room, prefix_bytes=1 << 14, prefill_chunk=1, start=False)
     jobs = [job_of("lfm2", job) for job in range(len(JOBS))]
     follow(scheduler, jobs, [("desert", 0), ("submit", 0)], functools.partial(alone, "lfm2"))
+
+
+@pytest.mark.skipif(not {"lfm2"} & MODELS.keys(), reason="it takes the kernels")
+def test_a_search_whose_prompt_is_taken_over_when_it_is_to_be_read_begins() -> None:
+    """Found by chance: two searches come together, and the second one finds all it needs among what the first read."""
+    methods = [job["method"] for _, job in JOBS]
+    searched = next(number for number, method in enumerate(methods) if isinstance(method, BestOf)
+                    and isinstance(method.inner, DraftModel))
+    scheduler = Scheduler(engine("lfm2"), max_seqs=4, prefix_bytes=1 << 14, prefill_chunk=4, start=False)
+    jobs = [job_of("lfm2", job) for job in range(len(JOBS))]
+    todo = [("submit", 0), ("submit", searched), ("submit", searched), ("cancel", 0)]
+    follow(scheduler, jobs, todo, functools.partial(alone, "lfm2"))
 
 
 def test_the_jobs_hold_every_method_and_all_that_sets_rows_apart() -> None:

@@ -204,8 +204,8 @@ class Batch:
                 reading = []
         if shares:
             steps += self._forward(shares, drafting)
-        if reading:
-            steps += self._forward(self._pieces(reading, budget, most))  # made now: those that ended moved the others
+        if reading and (pieces := self._pieces(reading, budget, most)):  # made now: those that ended moved the others
+            steps += self._forward(pieces)
         self.clock.draft_seconds += drafting
         self.clock.count(time.perf_counter() - start, decoding=bool(decoding))
         return steps
@@ -290,6 +290,8 @@ class Batch:
                     self._take_over(seq)  # one that came with it may have read more by now
                 first = self.cache.positions[seq.seq_id]
                 due = self.due(seq)
+                if not due:  # all that is wanted for now was taken over
+                    continue
                 size = self.piece(due, min(due, budget, most or budget, self.components.ahead(seq, first) or budget))
                 mark = self._next_mark(seq, first)
                 if mark:
