@@ -248,6 +248,27 @@ def test_a_file_beside_has_the_layer(tmp_path: Path) -> None:
     assert found.tokens == plain.tokens and found.stats.drafted > 0
 
 
+@pytest.mark.skipif(not RECURRENT, reason="early transformers 5")
+def test_a_file_beside_that_cannot_be_read_is_left_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = tmp_path / "model.gguf"
+    model.write_bytes((FOLDER / "qwen35-F16.gguf").read_bytes())
+    (tmp_path / "mtp-half.gguf").write_bytes(BESIDE.read_bytes()[:5000])
+    engine = shoal.load(str(model), dtype="float32")
+    plain, found = (engine.generate(prompt(9, 3), method=one, max_new_tokens=8) for one in ("full", "auto"))
+    assert found.tokens == plain.tokens
+    assert "guessing without the GGUF file 'mtp-half.gguf' beside 'model.gguf'" in caplog.text
+
+
+@pytest.mark.parametrize(("family", "name"), [("ernie4_5_moe", "model.mtp_block.0.mlp.gate.weight"),
+                                              ("llama", "mtp.proj.weight")])
+def test_a_layer_of_another_layout_is_no_reason_to_run_modules(tmp_path: Path, family: str, name: str) -> None:
+    tiny(family, dtype=torch.float32).save_pretrained(tmp_path)
+    (file,) = tmp_path.glob("*.safetensors")
+    save_file({**load_file(file), name: torch.ones(2, 2)}, file, {"format": "pt"})
+    engine = shoal.load(str(tmp_path), dtype="float32", backend="packed")
+    assert engine.mtp() is None
+
+
 def test_auto_guesses_by_it(tmp_path: Path) -> None:
     engine = shoal.load(str(write_model(tmp_path, "llama", "numbered")), dtype="float32")
     recipe = engine.recipe(Auto(), 16)

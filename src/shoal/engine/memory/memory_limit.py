@@ -148,7 +148,7 @@ class MemoryLimit:
         return left
 
     def check_weights(self, what: str, size: int) -> None:
-        """Refuse a model, or a part of one, before its `size` bytes are read, where they cannot fit beside the process."""
+        """Refuse a model, or part of one, whose `size` bytes would not fit beside the process, before they are read."""
         used = resident() or 0
         if used + size > self.usable:
             raise OutOfMemory(
