@@ -136,7 +136,6 @@ class Auto(Method):
         part, shape = draft_head_file.read(folder, "eagle", info), Branching((1,) * min(_HELPED, self.length))
         return LayerProposer(part, shape, _SURE)
 
-
     def _brought(self, info: ModelInfo) -> LayerProposer | None:
         """Guesses by the layer for further tokens that the model brings, if Shoal runs it."""
         try:
