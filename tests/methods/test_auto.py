@@ -67,6 +67,24 @@ def test_on_new_text_it_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     assert again.now < 1.03 * (cheap(1, 30) + 399) and seconds.new_tokens == 400
 
 
+def test_what_was_answered_before_is_guessed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the same salt alone: what another one's requests taught costs and brings nothing."""
+    text = new_text(430, 1)
+    machine = Scripted(monkeypatch, [text], cheap)
+    first = answer(machine, text).stats
+    assert first.drafted < 60
+    with Scheduler(machine.engine, max_seqs=1, prefix_bytes=0) as scheduler:
+        def ask(salt: str) -> Result:
+            handle = scheduler.submit(text[:30], method=Auto(), max_new_tokens=400, ignore_eos=True, cache_salt=salt)
+            list(handle)
+            assert list(handle.results[0].tokens) == text[30:]
+            return handle.results[0]
+
+        stranger, known = ask("another").stats, ask("").stats
+        assert stranger.drafted < 60 and known.accepted > 300 and known.target_forwards < 80
+        assert ask("another").stats.accepted > 300
+
+
 def test_plain_steps_share_calls_until_the_text_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
     copied = new_text(60, 6)
     text = [*copied, *new_text(300, 7), *copied]

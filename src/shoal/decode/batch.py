@@ -404,6 +404,7 @@ class Batch:
         if done:
             self._came = [seq for seq in self._came if seq not in done]
             self.seqs = [seq for seq in self.seqs if seq not in done]
+            self.components.end(done)
             self.components.forget_all_but(self.seqs)
             if self.seqs or self._owns_cache:
                 self._renumber()

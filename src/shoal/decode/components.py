@@ -121,6 +121,13 @@ class Components:
         if meter is not None and all(seq.recipe.meter is meter for seq in seqs):
             meter.observe(report)
 
+    def end(self, seqs: Sequence[RunningSequence]) -> None:
+        """Tell the workers of these sequences that they have ended."""
+        for seq in seqs:
+            for component in _components(seq):
+                if component is not None and (worker := self._workers.get(id(component))) is not None:
+                    worker.end([seq])
+
     def forget_all_but(self, seqs: Sequence[RunningSequence]) -> None:
         """Forget the workers that none of these sequences has: a new component may get the `id` of theirs."""
         components = {id(component) for seq in seqs for component in _components(seq)}

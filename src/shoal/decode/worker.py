@@ -100,6 +100,9 @@ class Worker:
     def observe(self, report: StepReport) -> None:
         """Learn from a step of the sequences with this component, plain steps and the ends of prompts included."""
 
+    def end(self, seqs: Sequence[SequenceState]) -> None:
+        """Hear that sequences with this component have ended."""
+
 
 class Drafter(Worker, ABC):
     """The worker of a proposer."""

@@ -23,10 +23,11 @@ from shoal.methods.common.drafting import brought_layer, check_drafts, check_nam
 from shoal.methods.common.limits import Guesses
 from shoal.speculative.cost.policy import CostModel, DrafterRecord, kept_of
 from shoal.speculative.draft import check_length
+from shoal.speculative.earlier import Tenants
 from shoal.speculative.growth import Branching
 from shoal.speculative.per_sequence import PerSequence
 from shoal.speculative.self_speculation import Adaptive
-from shoal.speculative.suffix_matcher import Chances, SuffixMatcher, continuation
+from shoal.speculative.suffix_matcher import LONGEST, Chances, SuffixMatcher
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
@@ -154,12 +155,15 @@ class Cautious(Proposer):
         length: most guesses one after another.
         drafter: a proposer that runs a model, asked where the text gives no guess.
         chances: how often guesses from the text were right, of all sequences so far.
+        earlier, others: answers to earlier requests of each `cache_salt`, and how often guesses from them were right.
     """
 
     judge: CostModel
     length: int
     drafter: Proposer | None = None
     chances: Chances = field(default_factory=Chances)
+    earlier: Tenants = field(default_factory=Tenants)
+    others: Chances = field(default_factory=Chances)
 
     @property
     @override
@@ -183,9 +187,16 @@ class CautiousDrafter(Drafter):
         self._from_drafter: set[SequenceState] = set()
 
     def _matcher(self, seq: SequenceState) -> SuffixMatcher:
-        shared = self._proposer.chances
+        shared, others, earlier = self._proposer.chances, self._proposer.others, self._proposer.earlier
         self._proposer.judge.drafter.begin()
-        return SuffixMatcher((Chances(shared), shared), seq.prompt_length)
+        texts = earlier.of(seq.salt), (Chances(others), others)
+        return SuffixMatcher((Chances(shared), shared), seq.prompt_length, texts)
+
+    def end(self, seqs: Sequence[SequenceState]) -> None:
+        """Keep what was answered, and the end of what was asked before it."""
+        for seq in seqs:
+            if seq.emitted:
+                self._proposer.earlier.of(seq.salt).add(seq.tokens[max(0, seq.prompt_length - LONGEST) :])
 
     def watch(self, seqs: Sequence[SequenceState], chunks: Sequence[SequenceChunk]) -> HiddenStateHook | None:
         """The drafter's hook; a drafter that rests for long sees no answers meanwhile."""
@@ -248,6 +259,4 @@ class CautiousDrafter(Drafter):
 
 
 def _chain(seq: SequenceState, matcher: SuffixMatcher, length: int) -> TokenTree:
-    if not length or matcher.place is None:
-        return TokenTree.chain(seq.tokens[-1:])
-    return TokenTree.chain([seq.tokens[-1], *continuation(seq.tokens, matcher.place, length)])
+    return TokenTree.chain([seq.tokens[-1], *(matcher.guesses(seq.tokens, length) if length else ())])

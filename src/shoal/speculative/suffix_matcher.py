@@ -7,8 +7,9 @@ even if it was not guessed: so the chance that a guess is kept is learned withou
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, cycle, islice
+from itertools import accumulate, cycle, islice, takewhile
 from operator import mul
+from typing import Protocol
 
 LONGEST = 32
 """Length at which the length of a match is cut off, in tokens."""
@@ -44,28 +45,43 @@ class Chances:
         self._tried[kind] = _FADE * self._tried[kind] + 1.0
 
 
+class Earlier(Protocol):
+    """Texts beside the one that is matched; see `shoal.speculative.earlier`."""
+
+    @property
+    def log(self) -> Sequence[int]:
+        """Their tokens."""
+
+    def find(self, tokens: Sequence[int], at: int) -> tuple[int, int] | None:
+        """The place in `log` after a match of what ends with `tokens[at]`, and its length."""
+
+
 class SuffixMatcher:
-    """The passage that a text is repeating.
+    """The passage that a text is repeating, of itself or of earlier texts.
 
     A passage is followed as long as it predicts the next token. After that, or without one, the latest earlier place
-    of the last two tokens is used. A token costs the same however long the text is.
+    of the last two tokens is used, or a longer match in earlier texts. A token costs the same however long the text is.
 
     Args:
-        chances: learns from the tokens of the answer.
+        chances: learn from the tokens of the answer what passages of itself say.
         prompt: number of leading tokens, which are indexed but do not change the chances.
+        earlier: other texts, and what learns from them; None for none.
 
     Attributes:
-        place: index of the token that is expected next; None where the last two tokens are new.
+        place: index of the token that is expected next; None where there is no match.
         length: tokens of the match, at most `LONGEST`; 0 without one.
     """
 
-    __slots__ = ("_chances", "_others", "_places", "_prompt", "_read", "length", "place")
+    __slots__ = ("_chances", "_earlier", "_log", "_places", "_prompt", "_read", "length", "place")
 
-    def __init__(self, chances: Sequence[Chances], prompt: int) -> None:
-        self._chances, self._prompt = chances, prompt
+    def __init__(
+        self, chances: Sequence[Chances], prompt: int, earlier: tuple[Earlier, Sequence[Chances]] | None = None
+    ) -> None:
+        self._chances, self._prompt, self._earlier = chances, prompt, earlier
         self._places: dict[tuple[int, int], int] = {}
         self._read = self.length = 0
         self.place: int | None = None
+        self._log: Sequence[int] | None = None  # what `place` is in; None for the text itself
 
     def read(self, tokens: Sequence[int]) -> None:
         """Read the new tokens of a text, which begins with the text of the previous call."""
@@ -76,33 +92,57 @@ class SuffixMatcher:
     def _take(self, tokens: Sequence[int], at: int) -> None:
         token, place = tokens[at], self.place
         if place is not None:
-            hit = tokens[place] == token
+            source = tokens if self._log is None else self._log
+            hit = source[place] == token
             if at >= self._prompt:
                 kind = _CLASS[self.length]
-                for chances in self._chances:
+                for chances in self._learning():
                     chances.learn(kind, hit)
-            self.place = place + 1 if hit else None
+            self.place = place + 1 if hit and place + 1 < len(source) else None
             self.length = min(self.length + 1, LONGEST) if hit else 0
         if at == 0:
             return
         last = tokens[at - 1]
         if at > 1:
             self._places[tokens[at - 2], last] = at
-        if self.place is None and (found := self._places.get((last, token))) is not None:
-            self.place, self.length = found, matched(tokens, found, at)
+        if self.place is None:
+            self._match(tokens, at, self._places.get((last, token)))
+
+    def _match(self, tokens: Sequence[int], at: int, found: int | None) -> None:
+        """Begin to follow the place `found` of the text itself, or a longer match elsewhere."""
+        self._log, self.length = None, 0
+        if found is not None:
+            self.place, self.length = found, matched_in(tokens, found, tokens, at)
+        if self._earlier is None or at + 1 < self._prompt:
+            return
+        other = self._earlier[0].find(tokens, at)
+        if other is not None and other[1] > self.length:
+            self._log, (self.place, self.length) = self._earlier[0].log, other
+
+    def _learning(self) -> Sequence[Chances]:
+        return self._chances if self._log is None or self._earlier is None else self._earlier[1]
+
+    def guesses(self, tokens: Sequence[int], most: int) -> list[int]:
+        """What the passage says next, up to `most` tokens; those of the text itself repeat where it ends."""
+        if self.place is None:
+            return []
+        if self._log is None:
+            return continuation(tokens, self.place, most)
+        found = self._log[self.place : self.place + most]
+        return list(takewhile(lambda token: token >= 0, found))
 
     def chances(self, most: int) -> list[float]:
         """For each of the next `most` guesses, the chance that it is kept with all before it."""
         if self.place is None:
             return []
-        kinds = (_CLASS[min(self.length + ahead, LONGEST)] for ahead in range(most))
-        return list(accumulate((self._chances[0].rate(kind) for kind in kinds), mul))
+        kinds, learning = (_CLASS[min(self.length + ahead, LONGEST)] for ahead in range(most)), self._learning()[0]
+        return list(accumulate((learning.rate(kind) for kind in kinds), mul))
 
 
-def matched(tokens: Sequence[int], place: int, at: int) -> int:
-    """How many tokens up to `at` equal those before `place`, at most `LONGEST`."""
-    most = min(place, LONGEST)
-    return next((size for size in range(most) if tokens[place - 1 - size] != tokens[at - size]), most)
+def matched_in(source: Sequence[int], place: int, tokens: Sequence[int], at: int) -> int:
+    """How many of `tokens` up to `at` equal those of `source` before `place`, at most `LONGEST`."""
+    most = min(place, at + 1, LONGEST)
+    return next((size for size in range(most) if source[place - 1 - size] != tokens[at - size]), most)
 
 
 def continuation(tokens: Sequence[int], place: int, length: int) -> list[int]:
