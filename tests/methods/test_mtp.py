@@ -29,7 +29,7 @@ from shoal.methods.mtp import Mtp
 from shoal.model.mtp import mtp_of
 from shoal.model.packed.runner import PackedRunner
 from shoal.model.packed.source import TensorSource
-from shoal.model.runner import ModelRunner
+from shoal.model.runner import ModelRunner, SequenceChunk
 from shoal.speculative.eagle import LayerProposer
 from shoal.speculative.growth import Branching
 from shoal.speculative.layer_head import MtpHead
@@ -134,7 +134,21 @@ def test_its_kv_counts_and_it_is_loaded_before_memory_is_planned(monkeypatch: py
     found = MemoryLimit("1GiB").plan(engine, [prompt(40, 1)], request)
     head = engine.info().mtp()
     assert found.changed == "" and loaded == [True] and head is not None
-    assert found.sizes.drafts == (40 + 20 - 1) * sum(head.runner.position_bytes) > 0
+    states = 40 * 4 * head.hidden  # in float32, of the prompt
+    assert found.sizes.drafts == (40 + 20 - 1) * sum(head.runner.position_bytes) + states
+
+
+def test_the_states_of_a_prompt_take_what_is_counted() -> None:
+    engine = with_layer(Engine(NATIVE.runner("llama")), "llama")
+    recipe = engine.recipe(Mtp(), 16)
+    assert recipe.proposer is not None
+    (seq,) = engine.seqs([prompt(40, 1)], Request.from_options({"max_new_tokens": 16}), recipe)
+    drafter = recipe.proposer.begin(engine.runner, cache := engine.cache_for([seq], 16))
+    engine.runner.forward([chunk := SequenceChunk(0, seq.tokens, [0] * 40, recipe.plan)], cache,
+                          drafter.watch([seq], [chunk]))
+    seq.tokens.append(5)
+    states = drafter._hidden.take(seq)
+    assert states is not None and states[1].nbytes == 40 * recipe.kept_bytes
 
 
 def test_a_layer_that_the_limit_does_not_hold_stays_in_its_file(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,6 +170,11 @@ class Cautious(Proposer):
     def second_runner(self) -> ModelRunner | None:
         return None if self.drafter is None else self.drafter.second_runner
 
+    @property
+    @override
+    def kept_bytes(self) -> int:
+        return 0 if self.drafter is None else self.drafter.kept_bytes
+
     def begin(self, runner: Any, cache: Any) -> CautiousDrafter:
         """A drafter that has seen no sequence yet."""
         drafter = None if self.drafter is None else self.drafter.begin(runner, cache)

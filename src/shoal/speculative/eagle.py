@@ -54,6 +54,12 @@ class LayerProposer(Proposer):
     def second_runner(self) -> ModelRunner | None:
         return self.part.runner if isinstance(self.part, MtpHead) else None
 
+    @property
+    @override
+    def kept_bytes(self) -> int:
+        hidden = self.part.hidden if isinstance(self.part, MtpHead) else self.part.size("hidden")
+        return 4 * hidden  # float32 at most, on the kernels
+
     def begin(self, runner: ModelRunner, cache: KVCache) -> LayerDrafter:
         """A drafter. All drafters of one model share the head."""
         part = self.part
