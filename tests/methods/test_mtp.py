@@ -27,6 +27,7 @@ from shoal.methods.auto import Auto, Cautious
 from shoal.methods.d3 import D3
 from shoal.methods.mtp import Mtp
 from shoal.model.mtp import mtp_of
+from shoal.model.packed.linear import Dense
 from shoal.model.packed.runner import PackedRunner
 from shoal.model.packed.source import TensorSource
 from shoal.model.runner import ModelRunner, SequenceChunk
@@ -153,13 +154,22 @@ def test_the_states_of_a_prompt_take_what_is_counted() -> None:
 
 def test_a_layer_that_the_limit_does_not_hold_stays_in_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = with_layer(Engine(NATIVE.runner("llama")), "llama")
-    own = engine.runner.weights.nbytes // engine.runner.num_layers
+    own = 2 * engine.runner.weights.nbytes // engine.runner.num_layers
     engine.limit = MemoryLimit("1GiB")
     monkeypatch.setattr(limits, "resident", lambda: engine.limit.usable - own + 1)  # type: ignore[union-attr]
     with pytest.raises(OutOfMemory, match="for the model's layer for further tokens: its weights take"):
         engine.recipe(Mtp(), 16)
     judge = engine.recipe(Auto(), 16).proposer
     assert isinstance(judge, Cautious) and judge.drafter is None
+
+
+def test_beside_modules_it_reads_their_head() -> None:
+    model = tiny("llama", dtype=torch.float32)
+    engine = with_layer(shoal.load(model, backend="hf"), "llama")
+    head = engine.info().mtp()
+    assert head is not None and isinstance(head.runner, PackedRunner) and isinstance(head.runner.weights.head, Dense)
+    plain = head.runner.weights.head.plain
+    assert plain is not None and plain.data_ptr() == model.get_output_embeddings().weight.data_ptr()
 
 
 def test_auto_goes_on_without_a_layer_that_does_not_run(tmp_path: Path) -> None:
