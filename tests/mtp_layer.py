@@ -6,6 +6,7 @@ Any such layer must leave the output as it is.
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Literal
 
@@ -71,6 +72,29 @@ def write_model(folder: Path, family: str, style: Style, dtype: torch.dtype = to
     extra = {name: tensor.to(dtype).contiguous() for name, tensor in layer_tensors(family, style).items()}
     save_file({**load_file(file), **extra}, file, {"format": "pt"})
     return folder
+
+
+def write_in_8_bits(folder: Path, family: str, style: Style, wider: bool = False) -> dict[str, Tensor]:
+    """Such a checkpoint whose projections are FP8 numbers; returns what these stand for, by their names.
+
+    Args:
+        wider: as the text part of a model that sees pictures, as Qwen3.5 is published.
+    """
+    (file,) = write_model(folder, family, style).glob("*.safetensors")
+    held, expected = load_file(file), dict[str, Tensor]()
+    for name in [one for one in held if one.endswith("_proj.weight") and "eh_proj" not in one]:
+        scale = (held[name].abs().max() / 448).reshape(1, 1)
+        held[name] = (held[name] / scale).to(torch.float8_e4m3fn)
+        expected[name], held[f"{name}_scale_inv"] = held[name].float() * scale, scale
+    config = json.loads((folder / "config.json").read_text())
+    if wider:
+        held = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in held.items()}
+        config = {"model_type": config["model_type"].removesuffix("_text"), "text_config": config,
+                  "vision_config": {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 1}}
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    save_file(held, file, {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
+    return expected
 
 
 class MtpReference(LayerReference):

@@ -137,7 +137,8 @@ class ModelInfo:
         memory: what methods have learned about the model on this machine; the engine keeps it between requests.
         changes: how this model was made from another one, in words; exact means equal to this model.
         masked: for a masked-diffusion model; None for one that writes from left to right.
-        mtp: finds the layer for further tokens in the model's files (`shoal.model.mtp`); None where they have none.
+        mtp: makes the layer for further tokens in the model's files ready to run (`shoal.speculative.layer_head`); it
+            returns None where they have none.
     """
 
     num_layers: int

@@ -202,4 +202,4 @@ def test_weights_are_known_from_their_files(tmp_path: Path) -> None:
     assert weights_on_disk(str(file), torch.float32, None) == 5
     assert weights_on_disk("a/hub-id", torch.float32, None) == 0
     with pytest.raises(OutOfMemory, match=r"for the model 'm'.*weights take 1.00 GiB"):
-        MemoryLimit("1GiB").check_weights("m", 1 << 30)
+        MemoryLimit("1GiB").check_weights("the model 'm'", 1 << 30)

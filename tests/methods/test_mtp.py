@@ -9,25 +9,35 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import shoal
-from backends import Backend, each_backend
+import shoal.engine.memory.memory_limit as limits
+from backends import NATIVE, Backend, each_backend
 from drive import decode, prompt
 from eagle_part import ECHO
 from families import RECURRENT, tiny
 from gguf_fixtures import BESIDE, BESIDE_OF, FOLDER, FURTHER, HYBRIDS, MadeHybrid
-from mtp_layer import MtpReference, Style, mtp_beside, write_model
+from mtp_layer import MtpReference, Style, mtp_beside, with_layer, write_in_8_bits, write_model
 from part_checks import BATCHES, SAMPLINGS
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import DepthPlan
-from shoal.errors import Unsupported
+from shoal.engine.engine import Engine
+from shoal.engine.memory.memory_limit import MemoryLimit
+from shoal.engine.request import Request
+from shoal.errors import OutOfMemory, Unsupported
 from shoal.methods.auto import Auto, Cautious
 from shoal.methods.d3 import D3
 from shoal.methods.mtp import Mtp
+from shoal.model.mtp import mtp_of
+from shoal.model.packed.linear import Dense
 from shoal.model.packed.runner import PackedRunner
-from shoal.model.runner import ModelRunner
+from shoal.model.packed.source import TensorSource
+from shoal.model.runner import ModelRunner, SequenceChunk
 from shoal.speculative.eagle import LayerProposer
 from shoal.speculative.growth import Branching
+from shoal.speculative.layer_head import MtpHead
 from shoal.types import Sampling
 from watched import Watched
+
+PROCESS = 50 << 20
 
 
 @each_backend
@@ -35,7 +45,7 @@ from watched import Watched
 def test_no_token_changes(backend: Backend, sampling: str) -> None:
     shape = Branching((1,) * 3)
     options = {"new": 24, "runner": backend.runner("llama"), "watch": False, "sampling": SAMPLINGS[sampling]}
-    proposer = Watched(LayerProposer(mtp_beside("llama"), shape))
+    proposer = Watched(LayerProposer(MtpHead(options["runner"], mtp_beside("llama")), shape))
     plain = decode(None, BATCHES[4], DepthPlan.full(6), **options)
     run = decode(None, BATCHES[4], Recipe(DepthPlan.full(6), proposer), **options)
     assert run.tokens == plain.tokens and proposer.met["some"] + proposer.met["all"] > 0
@@ -45,8 +55,9 @@ def test_no_token_changes(backend: Backend, sampling: str) -> None:
 @each_backend
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_the_layer_guesses_what_its_modules_would(backend: Backend, family: str) -> None:
-    proposer = LayerProposer(mtp_beside(family), Branching((1,) * 3))
-    check_guesses(MtpReference(family), backend.runner(family), proposer)
+    runner = backend.runner(family)
+    proposer = LayerProposer(MtpHead(runner, mtp_beside(family)), Branching((1,) * 3))
+    check_guesses(MtpReference(family), runner, proposer)
 
 
 def check_guesses(slow: MtpReference, runner: ModelRunner, layer: LayerProposer) -> None:
@@ -63,9 +74,9 @@ def check_guesses(slow: MtpReference, runner: ModelRunner, layer: LayerProposer)
     assert seen == len(proposer.trees) > 4
 
 
+OF_QWEN = pytest.mark.skipif(not RECURRENT, reason="early transformers 5")
 KINDS = [
-    ("llama", "numbered"),
-    pytest.param("qwen3_5", "apart", marks=pytest.mark.skipif(not RECURRENT, reason="early transformers 5")),
+    ("llama", "numbered"), pytest.param("qwen3_5", "apart", marks=OF_QWEN),
     ("glm4_moe", "numbered"), ("deepseek_v3", "numbered"),
 ]
 
@@ -82,7 +93,103 @@ def test_a_checkpoint_s_layer_is_found_and_guesses(tmp_path: Path, family: str, 
         assert found.stats.drafted > 0
     slow, layer = MtpReference(family, style), engine.mtp()
     assert layer is not None
-    check_guesses(slow, engine.runner, LayerProposer(layer, Branching((1,) * 3)))
+    check_guesses(slow, engine.runner, LayerProposer(MtpHead(engine.runner, layer), Branching((1,) * 3)))
+
+
+@pytest.mark.parametrize(("family", "style", "wider"), [
+    ("glm4_moe", "numbered", False),
+    pytest.param("qwen3_5", "apart", False, marks=OF_QWEN), pytest.param("qwen3_5", "apart", True, marks=OF_QWEN),
+])
+def test_a_layer_in_the_numbers_of_another_tool_is_read_as_they_say(
+    tmp_path: Path, family: str, style: Style, wider: bool
+) -> None:
+    expected = write_in_8_bits(tmp_path, family, style, wider)
+    engine = shoal.load(str(tmp_path), dtype="float32")
+    layer = engine.mtp()
+    assert layer is not None
+    inner = "mtp.layers.0." if style == "apart" else f"model.layers.{engine.runner.num_layers}."
+    own = [name for name in layer.source.names() if name.replace("model.layers.0.", inner) in expected]
+    assert len(own) > 6
+    for name in own:
+        assert torch.equal(layer.source[name], expected[name.replace("model.layers.0.", inner)]), name
+    plain = engine.generate(prompt(9, 3), method="full", max_new_tokens=24)
+    for method in (Mtp(stop=0.0), "auto"):
+        found = engine.generate(prompt(9, 3), method=method, max_new_tokens=24)
+        assert found.tokens == plain.tokens and found.stats.drafted > 0
+
+
+def test_all_requests_share_one_layer() -> None:
+    engine = with_layer(Engine(NATIVE.runner("llama")), "llama")
+    heads = [engine.recipe(Mtp(length=length), 16).proposer.part for length in (2, 3)]  # type: ignore[union-attr]
+    judge = engine.recipe(Auto(), 16).proposer
+    assert isinstance(judge, Cautious) and isinstance(judge.drafter, LayerProposer)
+    assert heads[0] is heads[1] is judge.drafter.part
+
+
+def test_its_kv_counts_and_it_is_loaded_before_memory_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = with_layer(Engine(NATIVE.runner("llama")), "llama")
+    loaded: list[bool] = []
+    monkeypatch.setattr(limits, "standing", lambda: loaded.append(MtpHead in engine._memory) or PROCESS)
+    monkeypatch.setattr(limits, "resident", lambda: PROCESS)
+    request = Request.from_options({"method": "mtp", "max_new_tokens": 20})
+    found = MemoryLimit("1GiB").plan(engine, [prompt(40, 1)], request)
+    head = engine.info().mtp()
+    assert found.changed == "" and loaded == [True] and head is not None
+    states = 40 * 4 * head.hidden  # in float32, of the prompt
+    assert found.sizes.drafts == (40 + 20 - 1) * sum(head.runner.position_bytes) + states
+
+
+def test_the_states_of_a_prompt_take_what_is_counted() -> None:
+    engine = with_layer(Engine(NATIVE.runner("llama")), "llama")
+    recipe = engine.recipe(Mtp(), 16)
+    assert recipe.proposer is not None
+    (seq,) = engine.seqs([prompt(40, 1)], Request.from_options({"max_new_tokens": 16}), recipe)
+    drafter = recipe.proposer.begin(engine.runner, cache := engine.cache_for([seq], 16))
+    engine.runner.forward([chunk := SequenceChunk(0, seq.tokens, [0] * 40, recipe.plan)], cache,
+                          drafter.watch([seq], [chunk]))
+    seq.tokens.append(5)
+    states = drafter._hidden.take(seq)
+    assert states is not None and states[1].nbytes == 40 * recipe.kept_bytes
+
+
+def test_a_layer_that_the_limit_does_not_hold_stays_in_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = with_layer(Engine(NATIVE.runner("llama")), "llama")
+    own = 2 * engine.runner.weights.nbytes // engine.runner.num_layers
+    engine.limit = MemoryLimit("1GiB")
+    monkeypatch.setattr(limits, "resident", lambda: engine.limit.usable - own + 1)  # type: ignore[union-attr]
+    with pytest.raises(OutOfMemory, match="for the model's layer for further tokens: its weights take"):
+        engine.recipe(Mtp(), 16)
+    judge = engine.recipe(Auto(), 16).proposer
+    assert isinstance(judge, Cautious) and judge.drafter is None
+
+
+def test_beside_modules_it_reads_their_head() -> None:
+    model = tiny("llama", dtype=torch.float32)
+    engine = with_layer(shoal.load(model, backend="hf"), "llama")
+    head = engine.info().mtp()
+    assert head is not None and isinstance(head.runner, PackedRunner) and isinstance(head.runner.weights.head, Dense)
+    plain = head.runner.weights.head.plain
+    assert plain is not None and plain.data_ptr() == model.get_output_embeddings().weight.data_ptr()
+
+
+def test_auto_goes_on_without_a_layer_that_does_not_run(tmp_path: Path) -> None:
+    (file,) = write_model(tmp_path, "llama", "numbered").glob("*.safetensors")
+    tensors = load_file(file)
+    name = "model.layers.6.mlp.down_proj.weight"
+    for changed in ({"model.layers.6.eh_proj.weight": torch.zeros(2, 2)}, {name: torch.zeros(2, 2)}):
+        save_file({**tensors, **changed}, file, {"format": "pt"})
+        engine = shoal.load(str(tmp_path), dtype="float32")
+        plain, found = (engine.generate(prompt(9, 3), method=one, max_new_tokens=8) for one in ("full", "auto"))
+        assert found.tokens == plain.tokens
+        with pytest.raises(Unsupported, match="asks for"):
+            engine.generate(prompt(9, 3), method="mtp", max_new_tokens=8)
+
+
+@pytest.mark.skipif(not RECURRENT, reason="early transformers 5")
+def test_a_layer_of_a_kind_that_does_not_run_alone_is_told_so() -> None:
+    model = tiny("jamba")
+    with pytest.raises(Unsupported, match="layers of model type 'jamba' do not run alone"):
+        mtp_of(model.config, TensorSource({**model.state_dict(), "mtp.fc.weight": torch.zeros(2, 2)}))
 
 
 def test_below_a_depth_plan_it_gives_the_plan_s_text(tmp_path: Path) -> None:
@@ -163,6 +270,27 @@ def test_a_file_beside_has_the_layer(tmp_path: Path) -> None:
     plain = engine.generate([5, 6, 7, 8], max_new_tokens=12, method="full")
     found = engine.generate([5, 6, 7, 8], max_new_tokens=12, method=Mtp(stop=0.0))
     assert found.tokens == plain.tokens and found.stats.drafted > 0
+
+
+@pytest.mark.skipif(not RECURRENT, reason="early transformers 5")
+def test_a_file_beside_that_cannot_be_read_is_left_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = tmp_path / "model.gguf"
+    model.write_bytes((FOLDER / "qwen35-F16.gguf").read_bytes())
+    (tmp_path / "mtp-half.gguf").write_bytes(BESIDE.read_bytes()[:5000])
+    engine = shoal.load(str(model), dtype="float32")
+    plain, found = (engine.generate(prompt(9, 3), method=one, max_new_tokens=8) for one in ("full", "auto"))
+    assert found.tokens == plain.tokens
+    assert "guessing without the GGUF file 'mtp-half.gguf' beside 'model.gguf'" in caplog.text
+
+
+@pytest.mark.parametrize(("family", "name"), [("ernie4_5_moe", "model.mtp_block.0.mlp.gate.weight"),
+                                              ("llama", "mtp.proj.weight")])
+def test_a_layer_of_another_layout_is_no_reason_to_run_modules(tmp_path: Path, family: str, name: str) -> None:
+    tiny(family, dtype=torch.float32).save_pretrained(tmp_path)
+    (file,) = tmp_path.glob("*.safetensors")
+    save_file({**load_file(file), name: torch.ones(2, 2)}, file, {"format": "pt"})
+    engine = shoal.load(str(tmp_path), dtype="float32", backend="packed")
+    assert engine.mtp() is None
 
 
 def test_auto_guesses_by_it(tmp_path: Path) -> None:

@@ -193,6 +193,11 @@ class Recipe:
         """Most positions of a sequence that the second model stores; None for all."""
         return None if self.loop is None else self.loop.second_reads
 
+    @property
+    def kept_bytes(self) -> int:
+        """Of each position of a prompt, until the proposer first guesses."""
+        return 0 if self.proposer is None else self.proposer.kept_bytes
+
     @cached_property
     def alters_kv(self) -> bool:
         """Whether the KV that is stored or read differs from the model's own."""

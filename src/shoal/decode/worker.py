@@ -190,6 +190,11 @@ class Proposer(Component[Drafter]):
         """Most nodes of a forward after the last token, if they are more than the guesses; else None."""
         return None
 
+    @property
+    def kept_bytes(self) -> int:
+        """Of each position of a prompt, until it first guesses: the model's states that it reads."""
+        return 0
+
 
 @dataclass(frozen=True)
 class Paced(Proposer):
@@ -211,6 +216,11 @@ class Paced(Proposer):
     def most_fed(self) -> int | None:
         """The proposer's."""
         return self.proposer.most_fed
+
+    @property
+    def kept_bytes(self) -> int:
+        """The proposer's."""
+        return self.proposer.kept_bytes
 
 
 class Experts(Component[Worker]):

@@ -29,6 +29,7 @@ from shoal.engine.loading.companions import DraftModels, OpenModel, TrainedTenso
 from shoal.engine.loading.generation_config import processors
 from shoal.engine.loading.ranks import ALONE
 from shoal.engine.memory.amounts import shown
+from shoal.engine.memory.footprint import weight_bytes
 from shoal.engine.memory.memory_limit import MemoryLimit
 from shoal.engine.request import Options, Prompt, Request, is_batch, prompt_ids
 from shoal.engine.scheduling.stream import Stream
@@ -41,6 +42,7 @@ from shoal.model.mtp import MtpLayer
 from shoal.model.packed.source import Source
 from shoal.model.runner import ModelRunner
 from shoal.speculative.cost.policy import Meter
+from shoal.speculative.layer_head import MtpHead
 from shoal.types import MaskedModel, ModelInfo, Result
 
 log = logging.getLogger(__name__)
@@ -112,8 +114,23 @@ class Engine:
             sources=self.runner.sources, by_distance=self.runner.by_distance,
             shows_queries=self.runner.shows_queries, tokenizer=self.tokenizer, draft_engine=self._draft_models,
             tensors=self._tensors, fingerprint=lambda: self.fingerprint, memory=self._memory, changes=self.changes,
-            masked=self.masked, free=self.ranks.size == 1, mtp=self.mtp,
+            masked=self.masked, free=self.ranks.size == 1, mtp=self._beside,
         )
+
+    def _beside(self) -> MtpHead | None:
+        """The layer for further tokens that the model brings, made once; None where its files have none.
+
+        Raises:
+            Unsupported: Shoal does not run it, or the memory does not hold it too.
+        """
+        if MtpHead not in self._memory:
+            layer = self.mtp()
+            if layer is not None and self.limit is not None:  # as one of the model's own, whose 4 bits may become 8
+                own = 2 * weight_bytes(self) // self.runner.num_layers
+                self.limit.check_weights("the model's layer for further tokens", own)
+            self._memory[MtpHead] = None if layer is None else MtpHead(self.runner, layer)
+        found: MtpHead | None = self._memory[MtpHead]
+        return found
 
     @property
     def card(self) -> Card:

@@ -137,7 +137,6 @@ class Auto(Method):
         part, shape = draft_head_file.read(folder, "eagle", info), Branching((1,) * min(_HELPED, self.length))
         return LayerProposer(part, shape, _SURE)
 
-
     def _brought(self, info: ModelInfo) -> LayerProposer | None:
         """Guesses by the layer for further tokens that the model brings, if Shoal runs it."""
         try:
@@ -170,6 +169,11 @@ class Cautious(Proposer):
     @override
     def second_runner(self) -> ModelRunner | None:
         return None if self.drafter is None else self.drafter.second_runner
+
+    @property
+    @override
+    def kept_bytes(self) -> int:
+        return 0 if self.drafter is None else self.drafter.kept_bytes
 
     def begin(self, runner: Any, cache: Any) -> CautiousDrafter:
         """A drafter that has seen no sequence yet."""

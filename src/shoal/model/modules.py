@@ -28,7 +28,7 @@ _COMPUTED = re.compile(r"rotary_emb\.inv_freq$|\.self_attn\.(slope_rate|(query|k
 _KV_SCALES = re.compile(r"\.[kv]_scale$")
 """Scales of an 8-bit KV cache; Shoal's cache does not use them."""
 _PLAIN = ("F64", "F32", "F16", "BF16")
-_MTP, _JOIN = "mtp.", "eh_proj.weight"
+_MTP, _JOIN = re.compile(r"(model\.(language_model\.)?)?mtp[._]"), "eh_proj.weight"
 """Layers for further tokens: what the names of their tensors begin with, or of one tensor that each of them has."""
 _QUANTISED = re.compile(
     r"(qweight|qzeros|scales?|scales?_inv|g_idx|packed|absmax|quant_map|quant_state\.\w+|blocks|codes|codebooks|SCB"
@@ -61,8 +61,9 @@ def leftovers(names: Iterable[str], known: Collection[str], read: Callable[[str]
         read: returns a tensor, to check whether a bias is all zeros; None if that cannot be checked.
     """
     names = list(names)
-    further = (_MTP, *(name.removesuffix(_JOIN) for name in names if name.endswith(_JOIN)))
-    return [name for name in names if name not in known and not name.startswith(further) and not _idle(name, read)]
+    behind = tuple(name.removesuffix(_JOIN) for name in names if name.endswith(f".{_JOIN}"))
+    return [name for name in names if name not in known and not _MTP.match(name) and not name.startswith(behind)
+            and not _idle(name, read)]
 
 
 def _idle(name: str, read: Callable[[str], Tensor] | None) -> bool:

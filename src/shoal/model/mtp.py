@@ -17,14 +17,18 @@ from torch import Tensor
 from typing_extensions import override
 
 from shoal.errors import Unsupported
+from shoal.model.gguf.source import GgufSource
+from shoal.model.modules import quantised_by
 from shoal.model.packed.classics import viewed
 from shoal.model.packed.shape import Shape, shape_of
-from shoal.model.packed.source import Source
+from shoal.model.packed.source import PUBLISHED, PublishedNames, Source
 from shoal.model.packed.weights import root_of, tensors
+from shoal.model.quantised.source import in_numbers
 
 _ROWS = 32
 """Rows of a stand-in for the embedding, whose place the model's own head takes."""
 _DENSE_FIRST = "first_k_dense_replace"
+_WHAT, _OTHER = "the model's layer for further tokens", "Use another method"
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,7 @@ class MtpLayer:
         What they read is normed by its size alone; the weights of the norms are in them.
 
         Raises:
-            ValueError: tensors do not fit together.
+            Unsupported: tensors do not fit together.
         """
         layout = self._layout
         whole = self._read(layout.join, self.hidden, 2 * self.hidden)
@@ -89,8 +93,8 @@ class MtpLayer:
     def _read(self, name: str, *size: int) -> Tensor:
         found = self._whole[name].float()
         if found.shape != size:
-            raise ValueError(f"the tensor {name!r} of the model's layer for further tokens is {list(found.shape)}; the "
-                             f"model's config asks for {list(size)}. Fetch the model again")
+            raise Unsupported(_WHAT, f"its tensor {name!r} is {list(found.shape)}; the model's config asks for "
+                                     f"{list(size)}", f"{_OTHER}, or fetch the model again")
         return found
 
 
@@ -98,21 +102,32 @@ def mtp_of(config: Any, source: Source) -> MtpLayer | None:
     """The layer of a model, given its config and all tensors of its files; None where they have none.
 
     Raises:
-        Unsupported: it is of a kind that the packed block does not have, or tensors of it are missing.
+        Unsupported: it is of a kind that the packed block does not have, or quantised in a form that is not read, or
+            tensors of it are missing.
     """
-    text = config.get_text_config()
+    text, numbers = config.get_text_config(), in_numbers(config, source)
+    source = source if numbers is None else numbers
+    if config.model_type in PUBLISHED and not isinstance(source, GgufSource):
+        source = PublishedNames(source, PUBLISHED[config.model_type])
     root = root_of(source, shape_of(config, torch.float32).names)
     layouts = (_APART, _numbered(f"{root}layers.{text.num_hidden_layers}."))
     layout = next((one for one in layouts if source.has(one.join)), None)
     if layout is None:
         return None
-    alone = _alone(text)
-    shape = shape_of(alone, torch.float32)
+    if (tool := quantised_by(config)) is not None and numbers is None:
+        raise Unsupported(_WHAT, f"the model's config says that its weights are quantised by {tool!r}", _OTHER)
+    try:
+        alone = _alone(text)
+        shape = shape_of(alone, torch.float32)
+    except Unsupported:
+        raise
+    except (AttributeError, LookupError, ValueError) as error:  # of configs whose layers follow from one another
+        raise Unsupported(_WHAT, f"layers of model type {text.model_type!r} do not run alone", _OTHER) from error
     part = _OneLayer(source, layout, shape, alone)
     missing = [name for name in (layout.embedding_norm, layout.state_norm) if not source.has(name)] + part.missing()
     if missing:
-        raise Unsupported("the model's layer for further tokens", f"its files lack {', '.join(map(repr, missing[:4]))}",
-                          "Use another method, or fetch the model again")
+        raise Unsupported(_WHAT, f"its files lack {', '.join(map(repr, missing[:4]))}",
+                          f"{_OTHER}, or fetch the model again")
     return MtpLayer(alone, part, shape.hidden, source, layout, shape.norm_offset)
 
 
@@ -127,6 +142,7 @@ def _alone(text: Any) -> Any:
         setattr(config, _DENSE_FIRST, 0)
     if getattr(config, "layer_types", None) == ["linear_attention"]:
         config.layer_types = ["full_attention"]
+    vars(config).pop("quantization_config", None)  # what is read is dequantised
     return config
 
 

@@ -45,11 +45,13 @@ class Head:
         return self.finish(through(self.chain, hidden))
 
     def cut(self, ids: Sequence[int]) -> Head:
-        """The head for the tokens `ids` alone; copies their rows."""
+        """The head for the tokens `ids` alone; copies their rows, unless they are all."""
         full = self.chain[-1]
         if type(full) is not nn.Linear:
             raise Unsupported(f"cutting a head that is a {type(full).__name__}", "it is no plain matrix",
                               "Use a model whose LM head is one linear map")
+        if ids == range(full.out_features):
+            return self
         part = nn.Linear(full.in_features, len(ids), full.bias is not None, device="meta")
         index = torch.tensor(ids, device=full.weight.device)
         part.weight = nn.Parameter(full.weight.detach()[index], requires_grad=False)

@@ -341,7 +341,7 @@ class ModelRunner(Protocol):
         """Logits [N, V] of hidden states [N, D], as a hook gets them, through the final norm and the head."""
 
     def head_rows(self, ids: Sequence[int]) -> Tensor:
-        """A dequantised copy of the head's rows [n, D] for the tokens `ids`; Unsupported if it is no plain matrix."""
+        """The head's rows [n, D] of the tokens `ids`, only to read; Unsupported if they are no rows of a matrix."""
 
     def cut_head(self, ids: Sequence[int]) -> Callable[[Tensor], Tensor]:
         """`exit_logits` for the tokens `ids` alone: [N, D] to [N, len(ids)]; copies the rows, raises as `head_rows`."""

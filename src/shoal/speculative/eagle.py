@@ -22,7 +22,6 @@ from shoal.decode.sequence import SequenceState
 from shoal.decode.tree import TokenTree
 from shoal.decode.worker import Drafter, Proposer
 from shoal.model.kv.cache import KVCache
-from shoal.model.mtp import MtpLayer
 from shoal.model.packed.native import MAX_NODES, ChainWish
 from shoal.model.runner import HiddenStateHook, ModelRunner, SequenceChunk
 from shoal.speculative.choose import Guesses, Place, SequenceTree, choose, extend
@@ -37,12 +36,12 @@ class LayerProposer(Proposer):
     """The component `proposer`: trees of guesses from one layer.
 
     Attributes:
-        part: the trained draft head, of kind `eagle`, or the layer that the model brings.
+        part: the trained draft head, of kind `eagle`, or the layer that the model brings, beside it.
         stop: a path with a lower likelihood is not continued.
         nodes: how many of the most likely guesses are verified; None for all.
     """
 
-    part: DraftHead | MtpLayer
+    part: DraftHead | MtpHead
     shape: TreeShape
     stop: float = 0.0
     nodes: int | None = None
@@ -50,11 +49,24 @@ class LayerProposer(Proposer):
     def __post_init__(self) -> None:
         self._head: tuple[ModelRunner, LayerHead] | None = None
 
+    @property
+    @override
+    def second_runner(self) -> ModelRunner | None:
+        return self.part.runner if isinstance(self.part, MtpHead) else None
+
+    @property
+    @override
+    def kept_bytes(self) -> int:
+        hidden = self.part.hidden if isinstance(self.part, MtpHead) else self.part.size("hidden")
+        return 4 * hidden  # float32 at most, on the kernels
+
     def begin(self, runner: ModelRunner, cache: KVCache) -> LayerDrafter:
         """A drafter. All drafters of one model share the head."""
+        part = self.part
+        if isinstance(part, MtpHead):
+            return LayerDrafter(self, part, runner, cache)
         if self._head is None or self._head[0] is not runner:
-            part = self.part
-            self._head = runner, MtpHead(runner, part) if isinstance(part, MtpLayer) else EagleHead(runner, part)
+            self._head = runner, EagleHead(runner, part)
         return LayerDrafter(self, self._head[1], runner, cache)
 
 

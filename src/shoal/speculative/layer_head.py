@@ -180,6 +180,11 @@ class LayerHead:
         self.chain: native.NativeChain | None = None
         self._lines: dict[int, Tensor] = {}
 
+    @property
+    def runner(self) -> ModelRunner:
+        """Runs the layer, as a model of its own."""
+        return self._layer
+
     def cache(self) -> KVCache:
         """An empty cache for the layer."""
         return self._layer.new_cache(0)

@@ -220,9 +220,9 @@ class Checkpoint:
         """The layer for further tokens, in the files or beside them; None without one, or where they were changed."""
         if self.changed is not None or self._foreign is not None:
             return None
-        sources = (self.weights(), None if self._gguf is None else self._gguf.beside())
-        found = (mtp_of(self.config(), source) for source in sources if source is not None)
-        return next((layer for layer in found if layer is not None), None)
+        places = (self.weights, *(() if self._gguf is None else (self._gguf.beside,)))
+        sources = (source for place in places if (source := place()) is not None)
+        return next((layer for source in sources if (layer := mtp_of(self.config(), source)) is not None), None)
 
     def _folder(self) -> Path:
         if Path(self.place).is_dir():

@@ -66,7 +66,11 @@ class GgufCheckpoint:
             return None
         file, config = self._own
         for path in further_beside(self.path.parent):
-            other = GgufFile(path)
+            try:
+                other = GgufFile(path)
+            except (OSError, ValueError) as error:
+                log.warning("guessing without the GGUF file %r beside %r: %s", path.name, self.path.name, error)
+                continue
             if all(other.header.metadata.get(key) == file.header.metadata.get(key) for key in _same(file.header)):
                 return GgufSource(other, config)
             log.info("the GGUF file %r predicts further tokens for another model than %r", path.name, self.path.name)

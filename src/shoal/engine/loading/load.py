@@ -98,7 +98,7 @@ def load(
             files = Checkpoint(model, revision, trust_remote_code, transform)
         if limit is not None and transform is None:
             place = model if os.path.isfile(model) else files.place
-            limit.check_weights(model, weights_on_disk(place, kind, quant))
+            limit.check_weights(f"the model {model!r}", weights_on_disk(place, kind, quant))
         return _limited(_from_files(files, tokenizer, kind, where, quant, backend), limit)
     if transform is not None:
         remedy = "Give its folder, Hub id or GGUF file"

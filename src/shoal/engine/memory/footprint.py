@@ -123,10 +123,11 @@ def weight_bytes(engine: LoadedModel) -> int:
 
 
 def second_bytes(seqs: Sequence[RunningSequence], extra: int) -> int:
-    """Keys, values and states that a second model stores of the sequences."""
+    """Keys, values and states that a second model stores of the sequences, and states of prompts that it is to read."""
     pairs = [(seq, other) for seq in seqs if (other := seq.recipe.second_runner) is not None]
-    return sum((seq.recipe.second_reads or seq.prompt_length + seq.stop.room - 1 + extra) * sum(other.position_bytes)
-               + STATES * sum(other.state_bytes.values()) for seq, other in pairs)
+    stored = sum((seq.recipe.second_reads or seq.prompt_length + seq.stop.room - 1 + extra) * sum(other.position_bytes)
+                 + STATES * sum(other.state_bytes.values()) for seq, other in pairs)
+    return stored + sum(seq.prompt_length * seq.recipe.kept_bytes for seq in seqs)
 
 
 def logits_bytes(runner: ModelRunner, nodes: Sequence[int]) -> int:

@@ -74,6 +74,7 @@ class MemoryLimit:
             OutOfMemory: none fits; says what the request needs, part by part, and what would help.
         """
         least: Footprint | None = None
+        engine.recipe(request.method, request.max_new_tokens)  # what it loads beside the model is then in the process
         process = standing()
         for method, seqs, changed in self._ways(make(request.method), len(ids)):
             sizes = self._largest(engine, ids, replace(request, method=method), seqs, process)
@@ -146,12 +147,12 @@ class MemoryLimit:
             )
         return left
 
-    def check_weights(self, name: str, size: int) -> None:
-        """Refuse a model before its `size` bytes of weights are read, where they cannot fit beside the process."""
+    def check_weights(self, what: str, size: int) -> None:
+        """Refuse a model, or part of one, whose `size` bytes would not fit beside the process, before they are read."""
         used = resident() or 0
         if used + size > self.usable:
             raise OutOfMemory(
-                f"memory of {shown(int(self.memory))} for the model {name!r}",
+                f"memory of {shown(int(self.memory))} for {what}",
                 f"its weights take {shown(size)}, the process {shown(used)}, and {SPARE:.0%} are kept back",
                 f"Use quant='int4' or 'int8', a smaller model, or memory of {shown((used + size) / (1 - SPARE))} "
                 "at least",

@@ -193,7 +193,8 @@ class Scheduler:
         keep = None if recipe.keep is None else recipe.keep.most_slots
         marks = len(seq.marks) + 1  # and where it parts from other prompts
         need = self._room.need(recipe.plan, seq.prompt_length, seq.stop.room, recipe.scratch, keep, recipe.store,
-                               recipe.second_runner, recipe.second_reads, extra, marks)
+                               recipe.second_runner, recipe.second_reads,
+                               extra + seq.prompt_length * recipe.kept_bytes, marks)
         branches = seq.branches
         if branches > self.max_seqs:
             raise Unsupported(f"a search of {branches} branches", f"there is room for {self.max_seqs} sequences",

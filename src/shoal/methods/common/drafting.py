@@ -246,7 +246,7 @@ def brought_layer(info: ModelInfo, length: int, stop: float) -> LayerProposer | 
     """Guesses by the model's layer for further tokens; all requests share it. None where its files have none.
 
     Raises:
-        Unsupported: the layer is there, and Shoal does not run it.
+        Unsupported: the layer is there, and Shoal does not run it, or the memory does not hold it too.
     """
     if not info.free:
         raise Unsupported("mtp with tensor parallelism", "each process has a slice of the head alone",
@@ -256,7 +256,7 @@ def brought_layer(info: ModelInfo, length: int, stop: float) -> LayerProposer | 
         from shoal.speculative.eagle import LayerProposer
         from shoal.speculative.growth import Branching
 
-        layer = info.mtp()
-        info.memory[key] = layer and LayerProposer(layer, Branching((1,) * length), stop)
+        head = info.mtp()
+        info.memory[key] = head and LayerProposer(head, Branching((1,) * length), stop)
     found: LayerProposer | None = info.memory[key]
     return found

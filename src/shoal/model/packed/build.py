@@ -16,7 +16,7 @@ from shoal.errors import Unsupported
 from shoal.heap import available
 from shoal.model.gguf.blocks import Blocks
 from shoal.model.gguf.source import GgufSource
-from shoal.model.modules import check_quantised, quantised_by
+from shoal.model.modules import quantised_by
 from shoal.model.packed import native
 from shoal.model.packed.classics import rows_of
 from shoal.model.packed.kinds import HYBRIDS, MIXTURES
@@ -32,7 +32,6 @@ from shoal.model.packed.source import (
     ColumnsAsRows,
     ExpertsByRows,
     FewerLayers,
-    FileSource,
     GatesBelow,
     HalvesPaired,
     KeyHeadsApart,
@@ -43,8 +42,7 @@ from shoal.model.packed.source import (
     halves_order,
 )
 from shoal.model.packed.weights import DTYPES, Pack, PackBlocks, Packer, PackFile, Role, check_names
-from shoal.model.quantised.forms import FORMS, settings
-from shoal.model.quantised.source import QuantisedSource
+from shoal.model.quantised.source import QuantisedSource, in_numbers
 from shoal.model.sambay import OWN_CONFIGS
 
 log = logging.getLogger(__name__)
@@ -191,10 +189,8 @@ def build(
     """
     shape = shape_of(config, dtype)
     check(dtype, quant)
-    tool, numbers = quantised_by(config), None
-    if tool in FORMS and isinstance(source, FileSource):
-        check_quantised(config, source.types())
-        source = numbers = QuantisedSource(source, settings(config))
+    numbers = in_numbers(config, source)
+    source = source if numbers is None else numbers
     file, plain = source.source if isinstance(source, FewerLayers) else source, source
     if config.get_text_config().model_type == "qwen3_next" and not isinstance(file, GgufSource):
         source = _apart(config.get_text_config(), source)
@@ -242,7 +238,7 @@ def build(
                         pack_blocks)
         weights = packer.weights()
         if told is not None:
-            told.tell(str(tool))
+            told.tell(str(quantised_by(config)))
         if kept is not None and file is plain:  # with layers left out it is no copy of the file
             undone.pop_all()
             kept.finish()

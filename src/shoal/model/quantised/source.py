@@ -10,8 +10,9 @@ from typing_extensions import override
 
 from shoal.errors import Unsupported
 from shoal.model.gguf.blocks import Blocks
-from shoal.model.packed.source import ChangedSource, FileSource
-from shoal.model.quantised.forms import FORMS, REMEDY, Stored, StoredForm
+from shoal.model.modules import check_quantised, quantised_by
+from shoal.model.packed.source import ChangedSource, FileSource, Source
+from shoal.model.quantised.forms import FORMS, REMEDY, Stored, StoredForm, settings
 from shoal.model.quantised.levels import GroupScaled
 
 _PLAIN = "weight"
@@ -98,3 +99,11 @@ class QuantisedSource(ChangedSource):
     def _beside(self, name: str, part: str, form: StoredForm) -> bool:
         stem = name.removesuffix(f".{part}")
         return stem != name and self._source.has(f"{stem}.{form.main}")
+
+
+def in_numbers(config: Any, source: Source) -> QuantisedSource | None:
+    """A checkpoint whose config names one of `FORMS`, as plain weights; None for any other."""
+    if quantised_by(config) not in FORMS or not isinstance(source, FileSource):
+        return None
+    check_quantised(config, source.types())
+    return QuantisedSource(source, settings(config))
