@@ -24,7 +24,7 @@ from serving import MODEL, serving, tiny_engine
 from shoal.cli.options import common
 from shoal.decode.branches import examples
 from shoal.decode.branches.examples import Example, Execution, program
-from shoal.decode.branches.verifier import Attempt, Endpoint, ask
+from shoal.decode.branches.verifier import Attempt, Endpoint, NoVerdictInTime, ask, verdict
 from shoal.engine.loading import ranks
 from shoal.engine.loading.load import engine_for
 from shoal.engine.scheduling.scheduler import Scheduler
@@ -282,6 +282,15 @@ def test_a_verdict_is_there_in_its_time() -> None:
     assert said.result(10) == 0.5
     with pytest.raises(TimeoutError, match="gave no answer within 0.1 s"):
         ask(lambda attempt: float(threading.Event().wait(20)), finished("x"), 0.1).result(10)
+
+
+def test_a_verifier_whose_own_limit_is_over_has_not_answered_in_time() -> None:
+    """As an endpoint's connection, whose limit is that of the search, may be first."""
+    def slow(_: Attempt) -> float:
+        raise TimeoutError("timed out")
+
+    with pytest.raises(NoVerdictInTime, match="gave no answer within 3 s"):
+        verdict(slow, finished("x"), 3.0)
 
 
 def test_over_http_a_server_s_own_verifier_that_hangs_holds_up_nobody_else() -> None:

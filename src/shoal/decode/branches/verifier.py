@@ -160,10 +160,11 @@ class Awaited:
             NoVerdict: it failed.
             NoVerdictInTime: it has not answered.
         """
-        if not self._said.done():
+        failed = self._said.exception() if self._said.done() else TimeoutError()
+        if isinstance(failed, TimeoutError):  # its own limit may be over a moment before ours
             raise NoVerdictInTime(f"the {self._name} gave no answer within {self._seconds:g} s; use a faster one, or "
-                                  "wait longer (option patience)")
-        if (failed := self._said.exception()) is not None:
+                                  "wait longer (option patience)") from failed
+        if failed is not None:
             raise NoVerdict(f"the {self._name} failed: {type(failed).__name__}: {failed}") from failed
         return self._said.result()
 
