@@ -41,6 +41,7 @@ def test_the_examples_of_a_document_run(path: Path, tmp_path: Path) -> None:
     assert run_document(path, tmp_path) > 0
 
 
+@pytest.mark.skipif("gemma4_text" not in CONFIG_MAPPING, reason="a table names what early transformers do not have")
 def test_generated_documents_are_up_to_date(make_docs: ModuleType) -> None:
     pages = make_docs.documents().items()
     stale = [path.name for path, text in pages if path.read_text("utf-8") != text and (LAB or path not in OF_LAB)]

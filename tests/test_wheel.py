@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-MOST_BYTES = 4.5 * 2**20
+MOST_BYTES = 5 * 2**20
 STUDIES = ("eval", "train", "bench", "calibrate", "reference", "problems", "prune")
 """Folders and files of which the core's wheel holds none."""
 pytestmark = pytest.mark.slow

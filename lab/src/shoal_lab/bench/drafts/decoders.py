@@ -46,6 +46,7 @@ class ShoalRun(TaskRun):
         self._stream, self._seconds = Stream(engine, seqs, cache), 0.0
         known = dense_beginning(seqs[0].recipe, len(task.prompt))
         if task.held is not None and known and restorable([task.held], known):
+            cache.lends &= not seqs[0].recipe.alters_kv  # what is read in place cannot be rewritten
             copy_in(cache, seqs[0].seq_id, [task.held], known)  # the stream empties a sequence whose KV it transforms
         next(self._stream)
         next(self._stream, None)

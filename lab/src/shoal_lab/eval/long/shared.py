@@ -112,6 +112,7 @@ class Forks:
         with engine.turn():
             self._batch.join([self._holder])
             if dense is not None:
+                self._batch.cache.lends &= not recipe.alters_kv  # what is read in place cannot be rewritten
                 copy_in(self._batch.cache, self._holder.seq_id, [dense], shared)
             while (left := shared - self._batch.cache.positions[self._holder.seq_id]) > 0:
                 self._batch.step(min(self._chunk, left), [self._holder])
