@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from transformers import CONFIG_MAPPING
 
 import scripts
 import test_matrix
