@@ -229,7 +229,8 @@ MIXED_RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Mixtures of experts with recurrent layers; a model has four layers."""
 _LATER = {"gemma3n": (5, 20), "ministral3": (5, 20)}
-"""Releases of transformers before which its modules say other things with a cache or in batches than without."""
+"""Releases before which Gemma 3n's modules give other logits with their cache than without, and Ministral 3's other
+texts in a batch than packed layers do, for a reason that was not found."""
 RELEASE = tuple(map(int, re.findall(r"\d+", transformers.__version__)[:3]))
 _ALL = {**RECURRENT, **RECURRENT_RELATIVES, **MIXED_RECURRENT}
 if not hasattr(cache_utils, "LinearAttentionLayer"):
