@@ -299,3 +299,13 @@ def test_auto_guesses_by_it(tmp_path: Path) -> None:
     assert isinstance(recipe.proposer, Cautious) and isinstance(recipe.proposer.drafter, LayerProposer)
     plain, found = (engine.generate(prompt(9, 3), method=one, max_new_tokens=64) for one in ("full", "auto"))
     assert found.tokens == plain.tokens
+
+
+def test_auto_goes_on_where_the_files_cannot_be_read_again() -> None:
+    engine = shoal.load(tiny("llama", dtype=torch.float32))
+
+    def gone() -> None:
+        raise OSError("the Hub does not answer")
+
+    engine.mtp = gone
+    assert len(engine.generate([3, 4, 5], method="auto", max_new_tokens=4, ignore_eos=True).tokens) == 4

@@ -141,7 +141,7 @@ class Auto(Method):
         """Guesses by the layer for further tokens that the model brings, if Shoal runs it."""
         try:
             return brought_layer(info, min(_HELPED, self.length), _SURE)
-        except Unsupported as reason:
+        except (Unsupported, OSError) as reason:  # a file may be gone, or the Hub
             log.info("guessing without the model's own layer: %s", reason)
             return None
 
