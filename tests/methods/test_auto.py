@@ -88,6 +88,19 @@ def test_what_was_answered_before_is_guessed_again(monkeypatch: pytest.MonkeyPat
         assert ask("another").stats.accepted > 300
 
 
+def test_answers_in_a_folder_serve_later_starts_with_the_same_model(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    text = new_text(230, 1)
+    assert answer(Scripted(monkeypatch, [text], cheap), text, keep=str(tmp_path)).stats.drafted < 60
+    assert answer(Scripted(monkeypatch, [text], cheap), text).stats.drafted < 60
+    assert answer(Scripted(monkeypatch, [text], cheap), text, keep=str(tmp_path)).stats.accepted > 150
+    other = Scripted(monkeypatch, [text], cheap)
+    monkeypatch.setattr(other.engine, "fingerprint", lambda: "another model")
+    assert answer(other, text, keep=str(tmp_path)).stats.drafted < 60
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 def test_plain_steps_share_calls_until_the_text_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
     copied = new_text(60, 6)
     text = [*copied, *new_text(300, 7), *copied]

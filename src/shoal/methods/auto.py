@@ -7,8 +7,10 @@ steps have no guess and cost what a plain step costs, plus a few look-ups per to
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import override
@@ -24,7 +26,7 @@ from shoal.methods.common.limits import Guesses
 from shoal.speculative.cost.budget import DraftBudget
 from shoal.speculative.cost.policy import CostModel, DrafterRecord, kept_of
 from shoal.speculative.draft import check_length
-from shoal.speculative.earlier import Tenants
+from shoal.speculative.earlier import EarlierTexts, KeptTexts, Tenants
 from shoal.speculative.growth import Branching
 from shoal.speculative.per_sequence import PerSequence
 from shoal.speculative.self_speculation import Adaptive
@@ -73,14 +75,16 @@ class Auto(Method):
         draft: a smaller model with the same tokens: its folder, its Hub id, or a loaded transformers model, which is
             not changed; None for none.
         part: the folder that `shoal train eagle` wrote; None for the head that is known for the model, if there is one.
+        keep: a folder for answers, which later starts with the same model guess from, too; None keeps them in memory.
     """
 
     name: ClassVar[str] = "auto"
-    reads: ClassVar[tuple[str, ...]] = ("draft", "part")
+    reads: ClassVar[tuple[str, ...]] = ("draft", "part", "keep")
 
     length: Guesses = 15
     draft: str | object = None
     part: str | None = None
+    keep: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -98,11 +102,20 @@ class Auto(Method):
         plan = DepthPlan.full(info.num_layers)
         if not info.free:
             return Recipe(plan)
-        key = self.name, self.length, self.draft if isinstance(self.draft, str) else id(self.draft), self.part
+        named = self.draft if isinstance(self.draft, str) else id(self.draft)
+        key = self.name, self.length, named, self.part, self.keep
         if key not in info.memory:
             drafter, record = self._drafter(info)
-            info.memory.setdefault(key, Cautious(CostModel(record), self.length, drafter))
+            known = Tenants(self._earlier(info))
+            info.memory.setdefault(key, Cautious(CostModel(record), self.length, drafter, earlier=known))
         return Recipe(plan, info.memory[key], self_metered=True)
+
+    def _earlier(self, info: ModelInfo) -> Callable[[str], EarlierTexts]:
+        """Makes the earlier texts of a tenant, whose file is named by model and salt."""
+        if self.keep is None or info.fingerprint is None:
+            return lambda _: EarlierTexts()
+        folder, model = Path(self.keep), info.fingerprint()
+        return lambda salt: KeptTexts(folder / f"{sha256(f'{model} {salt}'.encode()).hexdigest()[:32]}.answers")
 
     def _drafter(self, info: ModelInfo) -> tuple[Proposer | None, DrafterRecord]:
         """The drafter for places where the text gives no guess, and its prior record."""
@@ -163,7 +176,7 @@ class Cautious(Proposer):
     length: int
     drafter: Proposer | None = None
     chances: Chances = field(default_factory=Chances)
-    earlier: Tenants = field(default_factory=Tenants)
+    earlier: Tenants[EarlierTexts] = field(default_factory=lambda: Tenants(lambda _: EarlierTexts()))
     others: Chances = field(default_factory=Chances)
 
     @property
