@@ -13,7 +13,7 @@ from drive import gap
 from filled_caches import FULL, SHALLOW, block, filled
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.model.packed.runner import PackedRunner
-from shoal.model.runner import FromLayer, Start
+from shoal.model.runner import OfLayers, Start
 
 
 @on_backends("llama", "hybrid", "mistral")
