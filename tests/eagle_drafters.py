@@ -40,8 +40,9 @@ class Form:
         without: tensors that it does not have.
         pickled: whether tensors lie in `pytorch_model.bin`.
         hidden: D of the layer.
-        kept: whether the tokens that are guessed are some alone.
+        kept: the tokens that are guessed, where they are some alone.
         head_dim: of the layer's attention.
+        vocabulary: tokens of the model.
     """
 
     wide: bool
@@ -52,8 +53,9 @@ class Form:
     without: tuple[str, ...] = ()
     pickled: bool = False
     hidden: int = HIDDEN
-    kept: bool = False
+    kept: tuple[int, ...] = ()
     head_dim: int = HIDDEN // HEADS
+    vocabulary: int = VOCAB
 
 
 def _mid(name: str) -> str:
@@ -81,19 +83,19 @@ FORMS: dict[str, Form] = {
         "speculators_model_type": "eagle", "layernorms": True, "fusion_bias": True}, more={
             "fc.bias": (HIDDEN,), "embedding_layernorm.weight": (HIDDEN,), f"{LAYER}input_layernorm.weight": (HIDDEN,),
             "norm.weight": (HIDDEN,)}),
-    "eagle3": Form(True, _mid, config={**_TOP, "draft_vocab_size": len(IDS)}, more=_HEADED, pickled=True, kept=True),
+    "eagle3": Form(True, _mid, config={**_TOP, "draft_vocab_size": len(IDS)}, more=_HEADED, pickled=True, kept=IDS),
     "eagle3 of another size": Form(
         True, _mid, config={"target_hidden_size": HIDDEN, "eagle_config": {
             "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in TAPS]}},
         more={"norm.weight": (24,), "lm_head.weight": (VOCAB, 24), "embed_tokens.weight": (VOCAB, 24)}, hidden=24,
         head_dim=8),
     "eagle3 before the model's head": Form(True, _mid, config=_TOP, more={"norm.weight": (HIDDEN,)}),
-    "eagle3, speculators": Form(True, inner="transformer_layer_config", kept=True, head_dim=16, config={
+    "eagle3, speculators": Form(True, inner="transformer_layer_config", kept=IDS, head_dim=16, config={
         **_SPECULATORS, **_TOP, "norm_before_residual": True, "norm_before_fc": True, "norm_output": True,
         "draft_vocab_size": len(IDS)}, more={
             **_HEADED, "input_norm.weight": (3 * HIDDEN,), "embed_tokens.weight": (VOCAB, HIDDEN),
             f"{LAYER}self_attn.q_norm.weight": (16,), f"{LAYER}self_attn.k_norm.weight": (16,)}),
-    "eagle3, norms by layer": Form(True, _mid, config={**_TOP, "fc_norm": True}, kept=True, more={
+    "eagle3, norms by layer": Form(True, _mid, config={**_TOP, "fc_norm": True}, kept=IDS, more={
         **_HEADED, **{f"fc_norm.{number}.weight": (HIDDEN,) for number in range(3)}}),
 }
 
@@ -112,16 +114,16 @@ def drawn(form: Form, seed: int = 1) -> dict[str, Tensor]:
     }
     if form.wide:
         sizes |= dict.fromkeys((f"{LAYER}input_layernorm.weight", f"{LAYER}hidden_norm.weight"), (hidden,))
-    generator = torch.Generator().manual_seed(seed)
+    generator, scale = torch.Generator().manual_seed(seed), 0.3 if form.wide else 0.15
     return {name: float(name.endswith("norm.weight") or name.startswith("fc_norm"))
-            + 0.3 * torch.randn(size, generator=generator) for name, size in (sizes | dict(form.more)).items()}
+            + scale * torch.randn(size, generator=generator) for name, size in (sizes | dict(form.more)).items()}
 
 
 def config_of(form: Form) -> dict[str, Any]:
     """What its `config.json` holds."""
     layer = {"model_type": "llama", "hidden_size": form.hidden, "intermediate_size": FFN, "num_hidden_layers": 1,
              "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": form.head_dim,
-             "rms_norm_eps": EPS, "rope_theta": THETA, "vocab_size": VOCAB, "hidden_act": "silu"}
+             "rms_norm_eps": EPS, "rope_theta": THETA, "vocab_size": form.vocabulary, "hidden_act": "silu"}
     return {**form.config, form.inner: layer} if form.inner else {**layer, **form.config}
 
 
@@ -129,8 +131,8 @@ def write(folder: Path, form: Form, seed: int = 1) -> Path:
     """Write a drafter as others do."""
     tensors = {form.rename(name): tensor for name, tensor in drawn(form, seed).items() if name not in form.without}
     if form.kept:
-        ids = torch.tensor(IDS)
-        tensors |= {"d2t": ids - torch.arange(len(ids)), "t2d": torch.isin(torch.arange(VOCAB), ids)}
+        ids = torch.tensor(form.kept)
+        tensors |= {"d2t": ids - torch.arange(len(ids)), "t2d": torch.isin(torch.arange(form.vocabulary), ids)}
     if form.pickled:
         torch.save(tensors, folder / "pytorch_model.bin")
     else:
@@ -141,8 +143,14 @@ def write(folder: Path, form: Form, seed: int = 1) -> Path:
 
 @functools.cache
 def drafter(name: str) -> str:
-    """The folder of a drafter in a form of `FORMS`."""
-    return str(write(Path(tempfile.mkdtemp(prefix="shoal-drafter-")), FORMS[name]))
+    """The folder of a drafter in a form of `FORMS`, the same in every process, since tests show it."""
+    kept = Path(tempfile.gettempdir()) / f"shoal-tests-drafter-{list(FORMS).index(name)}"
+    kept.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="shoal-drafter-") as fresh:
+        for file in write(Path(fresh), FORMS[name]).iterdir():
+            if not (kept / file.name).is_file() or (kept / file.name).read_bytes() != file.read_bytes():
+                file.replace(kept / file.name)
+    return str(kept)
 
 
 class DrafterReference(LayerReference):
@@ -157,7 +165,7 @@ class DrafterReference(LayerReference):
     def __init__(self, form: Form, model: PreTrainedModel, taps: Sequence[int] = TAPS, seed: int = 1) -> None:
         self._form, self._model, self._taps = form, model, taps
         self._held = {name: tensor.double() for name, tensor in drawn(form, seed).items()}
-        self._ids = torch.tensor(IDS) if form.kept else torch.arange(VOCAB)
+        self._ids = torch.tensor(form.kept or range(form.vocabulary))
 
     def logits(self, tokens: Sequence[int], guesses: Sequence[int] = ()) -> Tensor:
         """Logits [n, ids] of what follows each token but the first, by the states before them."""

@@ -41,8 +41,8 @@ from shoal.model.kv.cache import KVCache
 from shoal.model.mtp import MtpLayer
 from shoal.model.packed.source import Source
 from shoal.model.runner import ModelRunner
-from shoal.speculative.cost.policy import Meter
 from shoal.speculative import eagle_checkpoint
+from shoal.speculative.cost.policy import Meter
 from shoal.speculative.drafter_files import stamp
 from shoal.speculative.layer_head import CheckpointHead, MtpHead
 from shoal.types import MaskedModel, ModelInfo, Result

@@ -116,8 +116,8 @@ class Auto(Method):
             return ModelProposer(engine.runner, shape, name), DrafterRecord(*_SMALLER, shape.length)
         if (layer := self._trained(info) or self._brought(info)) is not None:
             share = (1 + info.head_layers) / (info.num_layers + info.head_layers)
-            record = (_BROUGHT, share) if layer.second_runner is not None else _TRAINED
-            return layer, DrafterRecord(*record, layer.shape.length, _AWAKE)
+            prior = (_BROUGHT, share) if layer.second_runner is not None else _TRAINED
+            return layer, DrafterRecord(*prior, layer.shape.length, _AWAKE)
         if info.skips is not None and any(info.skips) and (info.can_split or info.skips[0] == info.skips[1]):
             left = info.num_layers - sum(len(set(layers)) for layers in info.skips) / 2 + info.head_layers
             length = min(_HELPED, self.length)

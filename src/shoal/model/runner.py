@@ -352,9 +352,9 @@ class ModelRunner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OfLayers:
-    """A hook that needs the states of these layers alone."""
+    """A hook that needs the states of the layers `of` alone."""
 
-    layers: Collection[int]
+    of: Collection[int]
     hook: HiddenStateHook
 
     def __call__(self, layer: int, hidden: Tensor) -> None:
@@ -365,7 +365,7 @@ class OfLayers:
 def seen_by(hook: HiddenStateHook | None, num_layers: int) -> list[int]:
     """The layers whose states a hook needs, ascending."""
     every = range(num_layers + 1) if hook is not None else ()
-    return sorted(hook.layers) if isinstance(hook, OfLayers) else [*every]
+    return sorted(hook.of) if isinstance(hook, OfLayers) else [*every]
 
 
 def greedy(logits: Tensor) -> list[int]:

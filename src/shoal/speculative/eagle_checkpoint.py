@@ -30,6 +30,7 @@ _KINDS = ("eagle", "eagle3")
 _QKV = tuple(f"{LAYER}self_attn.{part}_proj" for part in "qkv")
 _HIDDEN_NORM, _INPUT_NORM = f"{LAYER}hidden_norm.weight", f"{LAYER}input_layernorm.weight"
 _TAPS = "eagle_aux_hidden_state_layer_ids"
+_ROPES = ("default", "linear", "dynamic", "llama3", "yarn")
 _ROWS = 32
 """Rows of a stand-in for the head, whose place the model's own takes."""
 
@@ -124,11 +125,12 @@ class EagleCheckpoint:
         told = self.files.config.get(_TAPS)
         if told is None and isinstance(inner, dict) and inner.get(_TAPS) is not None:
             told = [layer + 1 for layer in inner[_TAPS]]
-        found = tuple(sorted(told or (2, num_layers // 2, num_layers - 3)))
-        if len({*found}) != self.states or found[0] < 0 or found[-1] > num_layers:
+        found = tuple(told or (2, num_layers // 2, num_layers - 3))
+        fit = all(isinstance(layer, int) and 0 <= layer <= num_layers for layer in found)
+        if not fit or len({*found}) != self.states:
             raise self.files.refusal(f"it reads what enters {self.states} layers, here {list(found)}; the model has "
                                      f"layers 0 to {num_layers - 1}")
-        return found
+        return tuple(sorted(found))
 
     def check(self, hidden: int, vocabulary: int, num_layers: int) -> None:
         """Refuse, by Unsupported, a model with states of another size, other tokens, or too few layers."""
@@ -175,8 +177,10 @@ class EagleCheckpoint:
         return self.files.take(name, *size).float() if self.files.has(name) else None
 
     def join(self) -> tuple[Tensor, Tensor | None]:
-        """`fc.weight` in float32, [D, states x target's D] where `wide`, else [D, 2 D] with the embedding's columns
-        first; and its bias [D] or None."""
+        """The joining matrix in float32, and its bias [D] or None.
+
+        It is [D, states x target's D] where `wide`, else [D, 2 D] with the embedding's columns first.
+        """
         return self.files.take("fc.weight", *self._join_size).float(), self.take("fc.bias", self.hidden)
 
     def state_norms(self) -> list[Tensor] | None:
@@ -224,6 +228,8 @@ class EagleCheckpoint:
             type_ = "qwen2"
         more = {} if type_ == "qwen2" else {"attention_bias": biased}
         rope = _rope(layer)
+        if rope["rope_type"] not in _ROPES:
+            raise files.refusal(f"its rope_type is {rope['rope_type']!r}; it must be one of {', '.join(_ROPES)}")
         most = 1 << 20 if rope["rope_type"] == "default" else files.number("max_position_embeddings")
         return kinds[type_](
             hidden_size=self.hidden, intermediate_size=files.number("intermediate_size"), num_hidden_layers=1,

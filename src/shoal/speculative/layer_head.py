@@ -1,5 +1,4 @@
-"""A decoder layer and a head that guess beside the target: trained, as EAGLE has them, here or elsewhere, or brought
-by the model.
+"""A decoder layer and a head that guess beside the target: trained, here or elsewhere, or brought by the model.
 
 The packed executor runs the layer, fed with vectors in place of tokens. On the native kernels the vectors are laid
 where the kernels look embeddings up, so that a forward stays one call.

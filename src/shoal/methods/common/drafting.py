@@ -23,7 +23,6 @@ from shoal.speculative.cost.policy import Goodput, Width
 
 if TYPE_CHECKING:
     from shoal.decode.rules.accept import Rule
-    from shoal.speculative.draft_head_file import DraftHead
     from shoal.speculative.eagle import LayerProposer
     from shoal.speculative.growth import TreeShape
     from shoal.types import ModelInfo
