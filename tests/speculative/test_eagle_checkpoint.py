@@ -67,6 +67,16 @@ def test_logits_are_those_of_the_formulas(backend: Backend, name: str, form: str
 
 
 @pytest.mark.parametrize("form", ["eagle3", "eagle"])
+def test_more_tokens_than_a_call_of_the_kernels_takes(form: str) -> None:
+    """The states of the target, and what the layer is fed, come from several calls."""
+    runner, text = NATIVE.runner("llama"), prompt(301, 9)
+    made = head(runner, drafter(form))
+    found = logits(made, states_of(runner, made.taps or (6,), text[:-1]), text[1:])
+    expected = of_family(form).logits(text)
+    assert float((found.double() - expected).abs().max()) <= 1e-4 * float(expected.abs().max())
+
+
+@pytest.mark.parametrize("form", ["eagle3", "eagle"])
 def test_another_formula_would_be_seen(form: str) -> None:
     """Taps of other layers, or of other weights, are far from these logits."""
     runner, made = TORCH.runner("llama"), head(TORCH.runner("llama"), drafter(form))
