@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from backends import TORCH, Backend, on_one_backend, reference
+from backends import NATIVE, TORCH, Backend, on_one_backend, reference
 from drive import prompt
 from eagle_drafters import FORMS, IDS, DrafterReference, drafter, of_family, write
 from eagle_part import target, write_eagle
