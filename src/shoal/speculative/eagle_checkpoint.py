@@ -183,12 +183,12 @@ class EagleCheckpoint:
         """
         return self.files.take("fc.weight", *self._join_size).float(), self.take("fc.bias", self.hidden)
 
-    def state_norms(self) -> list[Tensor] | None:
-        """Weights of norms of the states that `join` reads, [target's D] each, or of all together; None for none."""
+    def state_norms(self) -> list[Tensor]:
+        """Weights of norms of the states that `join` reads, [target's D] each, or of all together; or none."""
         if (whole := self.take("input_norm.weight", self.states * self.target_hidden)) is not None:
             return [whole]
-        found = [self.take(f"fc_norm.{number}.weight", self.target_hidden) for number in range(self.states)]
-        return None if None in found else [one for one in found if one is not None]
+        names = self.files.below("fc_norm.")
+        return [self.files.take(name, self.target_hidden).float() for name in names]
 
     def embedding_norm(self) -> Tensor | None:
         """Weight [D] of the norm of embeddings, or None."""
@@ -262,10 +262,6 @@ class EagleCheckpoint:
         head = files.take("lm_head.weight", rows, hidden) if self.own_head else torch.zeros(rows, hidden)
         return TensorSource({**held, "model.embed_tokens.weight": head})
 
-    def check_taken(self) -> None:
-        """Refuse, by Unsupported, tensors that nothing reads; call it when all were read."""
-        self.files.check_taken()
-
     def _wanted(self) -> list[str]:
         """Names of a model of this layer alone."""
         try:
@@ -284,18 +280,22 @@ class EagleCheckpoint:
             own += ["embedding_layernorm.weight", _INPUT_NORM, "norm.weight"]
         if self._flag("norm_before_fc"):
             own.append("input_norm.weight")
-        if self._flag("fc_norm"):
+        if self._flag("fc_norm") or self.files.below("fc_norm."):
             own += [f"fc_norm.{number}.weight" for number in range(self.states)]
         return own
 
 
 def _rope(layer: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotation, as transformers' configs have it today, from today's or older configs."""
+    """The rotation, as transformers' configs have it today, from today's or older configs.
+
+    That by three places of a picture's parts ("mrope") is the default one for text.
+    """
     found = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
     kind = found.get("rope_type", found.get("type", "default"))
-    theta = found.get("rope_theta", layer.get("rope_theta", 10000.0))
-    return {**{name: value for name, value in found.items() if name != "type"}, "rope_type": kind,
-            "rope_theta": float(theta)}
+    theta = float(found.get("rope_theta", layer.get("rope_theta", 10000.0)))
+    if kind in ("default", "mrope"):
+        return {"rope_type": "default", "rope_theta": theta}
+    return {**{name: value for name, value in found.items() if name != "type"}, "rope_type": kind, "rope_theta": theta}
 
 
 def read(folder: str) -> EagleCheckpoint:

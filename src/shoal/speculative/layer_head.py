@@ -366,7 +366,7 @@ class CheckpointHead(LayerHead):
         self.state_size, self._eps = drafter.states * drafter.target_hidden, layer.shape.eps
         vectors = layer.weights.final_norm
         join, bias = drafter.join()
-        self._norms = [norm.to(vectors) for norm in drafter.state_norms() or ()]
+        self._norms = [norm.to(vectors) for norm in drafter.state_norms()]
         table, norm = drafter.table(), drafter.embedding_norm()
         self._table = None if table is None else table.to(target.device)
         self._norm = None if norm is None else norm.to(vectors)
@@ -375,7 +375,7 @@ class CheckpointHead(LayerHead):
         self._wide, self._gives_normed = drafter.wide, drafter.gives_normed
         halves = (drafter.beside(), join) if drafter.wide else join.split(self.hidden, 1)
         self._of_tokens, self._of_states = (packed(target, half) for half in halves)
-        drafter.check_taken()
+        drafter.files.check_taken()
 
     @override
     @torch.no_grad()
