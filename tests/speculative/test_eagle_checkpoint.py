@@ -291,3 +291,13 @@ def test_half_numbers_and_8_bits_run(tmp_path: Path) -> None:
         plain, found = (engine.generate(prompt(9, 3), method=one, max_new_tokens=20)
                         for one in ("full", Eagle(str(folder), stop=0.0)))
         assert found.tokens == plain.tokens and found.stats.drafted > 0
+
+
+def test_rotation_of_older_configs_is_read(folder: Path) -> None:
+    plain = eagle_checkpoint.read(str(folder)).config.rope_parameters
+    rewrite(folder, lambda config: config.update(rope_scaling={"type": "mrope", "mrope_section": [2, 1, 1]}))
+    assert eagle_checkpoint.read(str(folder)).config.rope_parameters == plain
+    rewrite(folder, lambda config: config.update(
+        rope_theta=500000.0, max_position_embeddings=64, rope_scaling={"type": "linear", "factor": 4.0}))
+    found = eagle_checkpoint.read(str(folder)).config.rope_parameters
+    assert found == {"rope_type": "linear", "factor": 4.0, "rope_theta": 500000.0}
