@@ -16,7 +16,7 @@ from torch import Tensor
 
 from backends import NATIVE, TORCH, Backend, on_one_backend, reference
 from drive import prompt
-from eagle_drafters import FORMS, IDS, DrafterReference, drafter, of_family, write
+from eagle_drafters import FORMS, IDS, LAYER, DrafterReference, drafter, of_family, write
 from eagle_part import target, write_eagle
 from families import HIDDEN, VOCAB, tiny
 from shoal.depth.plan import DepthPlan
@@ -271,12 +271,16 @@ def test_it_counts_under_a_limit_on_memory(folder: Path, monkeypatch: pytest.Mon
 
 
 def test_names_of_sglang_and_vllm_are_the_same(tmp_path: Path, folder: Path) -> None:
-    held = {name: eagle_checkpoint.read(str(folder)) for name in ("midlayer",)}["midlayer"]
     other = tmp_path / "other"
     shutil.copytree(folder, other)
-    retensor(other, lambda tensors: [tensors.update({"model." + name.replace("midlayer.", "layers.0.").replace(
-        "d2t", "draft_id_to_target_id"): tensors.pop(name)}) for name in list(tensors) if "lm_head" not in name])
-    assert eagle_checkpoint.read(str(other)).names == held.names == list(IDS)
+
+    def renamed(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if "lm_head" not in name]:
+            theirs = name.replace("midlayer.", LAYER).replace("d2t", "draft_id_to_target_id")
+            tensors[f"model.{theirs}"] = tensors.pop(name)
+
+    retensor(other, renamed)
+    assert all(eagle_checkpoint.read(str(one)).names == list(IDS) for one in (folder, other))
     runner = TORCH.runner("llama")
     states = states_of(runner, (1, 3, 4), TEXT[:-1])
     assert torch.equal(*(logits(head(runner, one), states, TEXT[1:]) for one in (folder, other)))
