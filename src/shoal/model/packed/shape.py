@@ -122,6 +122,7 @@ class Shape:
             step and the first; or None. Of queries that are not rotated, with a first of 1 (Llama 4, arXiv 2501.19399),
             or of all, with a first of 0 (Ministral 3).
         layer_input: numbers of a token's input to each layer, see `shoal.model.layers.layer_inputs`; 0: there is none.
+        head_norm: whether states are normed before the head, which some draft heads leave out.
     """
 
     hidden: int
@@ -174,6 +175,7 @@ class Shape:
     layer_input: int = 0
     unit_heads: bool = False
     warmth: tuple[float, float, float] | None = None
+    head_norm: bool = True
 
     def heads_of(self, layer: int) -> HeadSizes:
         """Sizes of a layer's attention."""
@@ -240,6 +242,7 @@ class Shape:
         whole = whole and not self.rotates_first and self.activation in ("silu", "gelu_tanh")
         whole = whole and not (self.sizes or self.value_norms or self.layer_scales or self.layer_input)
         whole = whole and not (self.unit_heads or self.warmth or any(isinstance(one, Chunk) for one in self.windows))
+        whole = whole and self.head_norm
         return whole and not self.gate_rows and self.gate_scale == 1.0 and self.out_scales == (1.0, 1.0, 1.0)
 
     @property

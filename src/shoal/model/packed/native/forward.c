@@ -49,9 +49,9 @@ static void norm_embeddings(Worker *w) {
 static void copy_states(const Worker *w, int entry) {
     const Run *r = w->run;
     const int hidden = r->m->hidden, first = share(hidden, w->id, w->threads), last = share(hidden, w->id + 1, w->threads);
-    entry -= r->b->active_count + 1 - r->b->tap_count; /* earlier layers are not wanted */
-    if (!r->b->taps || entry < 0) return;
-    float *to = r->b->taps + (int64_t)entry * r->b->tokens * hidden;
+    const int place = r->b->taps ? r->b->tapped[entry] : -1;
+    if (place < 0) return;
+    float *to = r->b->taps + (int64_t)place * r->b->tokens * hidden;
     for (int t = 0; t < r->b->tokens; t++, to += hidden) memcpy(to + first, r->x + t * r->x_line + first, 4ll * (last - first));
 }
 
