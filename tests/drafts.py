@@ -24,6 +24,14 @@ def noisy(model: PreTrainedModel, noise: float, seed: int = 0) -> PreTrainedMode
 
 
 @functools.cache
+def parallel_of(family: str, token: int = 96) -> PreTrainedModel:
+    """A draft model that says that it guesses in parallel, by a token."""
+    model = copy.deepcopy(draft_of(family))
+    model.config.pard_token = token
+    return model
+
+
+@functools.cache
 def draft_of(family: str, noise: float = 0.03, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
     """A draft for the tiny model of a family, made once."""
     return noisy(tiny(family, dtype=dtype), noise)

@@ -10,7 +10,8 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Any
 
-from drafts import draft_of
+from dflash_drafters import block_drafter
+from drafts import draft_of, parallel_of
 from eagle_drafters import drafter
 from eagle_part import eagle_part
 from shoal.methods.aded import ADED
@@ -20,6 +21,7 @@ from shoal.methods.best_of import BestOf
 from shoal.methods.calibrated import Calibrated
 from shoal.methods.d3 import D3
 from shoal.methods.d3_spec import D3Spec
+from shoal.methods.dflash import DFlash
 from shoal.methods.double_sparsity import DoubleSparsity
 from shoal.methods.draft_model import DraftModel
 from shoal.methods.eagle import Eagle
@@ -27,6 +29,7 @@ from shoal.methods.early_exit import EarlyExit
 from shoal.methods.full import Full
 from shoal.methods.kv_int4 import KVInt4
 from shoal.methods.kv_int8 import KVInt8
+from shoal.methods.mlp_speculator import MLPSpeculator
 from shoal.methods.mtp import Mtp
 from shoal.methods.prompt_lookup import PromptLookup
 from shoal.methods.schedule import Schedule
@@ -36,6 +39,7 @@ from shoal.methods.streaming_llm import StreamingLLM
 from shoal.methods.tidal import Tidal
 from shoal.methods.topk_oracle import TopKOracle
 from shoal.methods.unified_layer_skipping import UnifiedLayerSkipping
+from state_head_drafters import heads_drafter
 
 CHANNELS = (((3, 7, 0, 4, 1, 5, 2, 6), (1, 5, 3, 7, 2, 6, 0, 4)),) * 6
 
@@ -65,11 +69,14 @@ CORE: tuple[Method, ...] = (
     ADED(search="mcts", depth=3, iterations=20, inner=D3(alpha=0.9, core=2)),
     DraftModel(draft_of("llama")),
     DraftModel(draft_of("llama"), branching=(2, 2), rule="rejection"),
+    DraftModel(parallel_of("llama")),
     DraftModel(draft_of("hybrid"), length=3, inner=D3(alpha=0.9, core=2)),
     D3Spec(mean=0.8, core=2),
     D3Spec(alpha=0.9, inner=D3(alpha=0.9, core=2)),
     Eagle(eagle_part("llama"), stop=0.0),
     Eagle(drafter("eagle3"), stop=0.0),
+    DFlash(part=block_drafter("dflash"), stop=0.0),
+    MLPSpeculator(part=heads_drafter("mlp"), stop=0.0),
     Mtp(stop=0.0),
     Eagle(eagle_part("llama"), width=2, nodes=5, inner=D3(alpha=0.9, core=2)),
     StreamingLLM(window=None),

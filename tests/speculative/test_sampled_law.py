@@ -12,20 +12,26 @@ import pytest
 import torch
 
 import shoal.speculative.choose as choosing
-import shoal.speculative.eagle as eagle
 import shoal.speculative.model as model
+import shoal.speculative.state_drafter as state_drafter
+from dflash_drafters import BLOCK_FORMS
+from dflash_drafters import write as write_block
 from drafts import noisy
 from eagle_drafters import FORMS, write
 from eagle_part import write_eagle_for
 from exactness import chi_square
-from families import HIDDEN
+from families import HIDDEN, VOCAB
 from sampled_law import VOCABULARY, draft, probs, samples, target
+from shoal.methods.dflash import DFlash
 from shoal.methods.draft_model import DraftModel
 from shoal.methods.eagle import Eagle
 from shoal.methods.full import Full
+from shoal.methods.mlp_speculator import MLPSpeculator
 from shoal.methods.prompt_lookup import PromptLookup
 from shoal.model.kv.layer import KVLayer
 from shoal.speculative.choose import Place
+from state_head_drafters import HEADS_FORMS
+from state_head_drafters import write as write_heads
 from turns import by_turns
 
 
@@ -44,6 +50,33 @@ def another() -> str:
     return str(write(Path(tempfile.mkdtemp(prefix="shoal-law-")), form))
 
 
+@functools.cache
+def block() -> str:
+    """A drafter of DFlash for the target, which guesses some of its tokens."""
+    form = replace(
+        BLOCK_FORMS["dflash, speculators"], vocabulary=VOCABULARY, kept=(0, 1, 3, 4), taps=(0, 1), mask=2,
+        config={**BLOCK_FORMS["dflash, speculators"].config, "aux_hidden_state_layer_ids": [0, 1],
+                "mask_token_id": 2}, more={"lm_head.weight": (4, HIDDEN)})
+    return str(write_block(Path(tempfile.mkdtemp(prefix="shoal-law-")), form))
+
+
+@functools.cache
+def heads(name: str) -> str:
+    """Heads of Medusa or an MLP speculator for the target."""
+    form = HEADS_FORMS[name]
+    sizes = {key: tuple(VOCABULARY if size == VOCAB else size for size in sizes) for key, sizes in form.sizes.items()}
+    config = {**form.config, "vocab_size": VOCABULARY}
+    return str(write_heads(Path(tempfile.mkdtemp(prefix="shoal-law-")), replace(form, sizes=sizes, config=config)))
+
+
+@functools.cache
+def in_parallel() -> Any:
+    """A draft model that guesses in parallel."""
+    model = noisy(target().model, 0.15, seed=3)
+    model.config.pard_token = 2
+    return model
+
+
 EXACT = {
     "plain": Full(),
     "chain": DraftModel(draft(), length=3, rule="rejection"),
@@ -54,6 +87,13 @@ EXACT = {
     "drafter of another tool": Eagle(another(), length=3, stop=0.0, rule="rejection"),
     "drafter of another tool, match": Eagle(another(), length=3, stop=0.0),
     "drafter of another tool, tree": Eagle(another(), length=3, width=2, stop=0.0),
+    "block": DFlash(part=block(), stop=0.0, rule="rejection"),
+    "block, match": DFlash(part=block(), stop=0.0),
+    "heads": MLPSpeculator(part=heads("mlp"), stop=0.0, rule="rejection"),
+    "heads, tree": MLPSpeculator(part=heads("mlp"), branching=(2, 2, 1), stop=0.0, rule="rejection"),
+    "heads, match": MLPSpeculator(part=heads("mlp, shared"), stop=0.0),
+    "in parallel": DraftModel(in_parallel(), length=3, rule="rejection"),
+    "in parallel, match": DraftModel(in_parallel(), length=3),
     "n-grams": PromptLookup(min_ngram=1, rule="rejection"),
 }
 
@@ -104,14 +144,14 @@ def test_one_number_for_all_draws_is_seen(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["trained layer", "drafter of another tool"])
+@pytest.mark.parametrize("name", ["trained layer", "drafter of another tool", "block", "heads"])
 def test_a_law_of_a_layer_that_was_not_drawn_from_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = eagle.choose
+    real = state_drafter.choose
 
     def flattened(*args: Any) -> Any:
         return [type(g)(g.tokens, torch.full_like(g.probs, 1 / VOCABULARY), g.logs) for g in real(*args)]
 
-    monkeypatch.setattr(eagle, "choose", flattened)
+    monkeypatch.setattr(state_drafter, "choose", flattened)
     assert chi_square(samples(EXACT[name])[0], probs()) < 1e-6
 
 

@@ -41,10 +41,10 @@ from shoal.model.kv.cache import KVCache
 from shoal.model.mtp import MtpLayer
 from shoal.model.packed.source import Source
 from shoal.model.runner import ModelRunner
-from shoal.speculative import eagle_checkpoint
 from shoal.speculative.cost.policy import Meter
 from shoal.speculative.drafter_files import stamp
-from shoal.speculative.layer_head import CheckpointHead, MtpHead
+from shoal.speculative.drafters import heads
+from shoal.speculative.layer_head import MtpHead
 from shoal.types import MaskedModel, ModelInfo, Result
 
 log = logging.getLogger(__name__)
@@ -75,6 +75,7 @@ class Engine:
         changed: the weights by name where a transform made them, else None.
         changes: what was done to another model to make this one, in words. Exact means exact to this one.
         masked: what a masked-diffusion model says of itself, else None.
+        parallel: the token by which the model, as a draft model, guesses in parallel, or None.
         mtp: finds the layer for further tokens in the model's files; it returns None where they have none.
         limit: the memory that the process may take; what cannot fit is refused before it starts. None for any.
         sampling: what the model's makers recommend for `Sampling`, where they say so. Commands and servers draw by it;
@@ -93,6 +94,7 @@ class Engine:
         self.changed: Source | None = None
         self.changes = ""
         self.masked: MaskedModel | None = None
+        self.parallel: int | None = None
         self.mtp: Callable[[], MtpLayer | None] = lambda: None
         self.limit: MemoryLimit | None = None
         self._generation_processors = partial(processors, generation_rules or {}, device=runner.device)
@@ -134,21 +136,20 @@ class Engine:
         found: MtpHead | None = self._memory[MtpHead]
         return found
 
-    def _drafter(self, folder: str) -> CheckpointHead:
+    def _drafter(self, folder: str) -> Any:
         """The drafter of another tool in a folder, made once for files as they are.
 
         Raises:
             ValueError: its files cannot be read.
             Unsupported: it does not fit the model, Shoal does not run it, or the memory does not hold it too.
         """
-        found = self._memory.get((CheckpointHead, folder))
+        found = self._memory.get((stamp, folder))
         if found is None or found[0] != stamp(folder):
-            checkpoint = eagle_checkpoint.read(folder)
+            make = heads.read(folder)
             if self.limit is not None:
                 self.limit.check_weights(f"the drafter {folder!r}", sum(size for _, _, size in stamp(folder)[1:]))
-            found = self._memory[(CheckpointHead, folder)] = stamp(folder), CheckpointHead(self.runner, checkpoint)
-        head: CheckpointHead = found[1]
-        return head
+            found = self._memory[(stamp, folder)] = stamp(folder), make(self.runner)
+        return found[1]
 
     @property
     def card(self) -> Card:

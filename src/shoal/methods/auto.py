@@ -21,7 +21,14 @@ from shoal.decode.worker import Drafter, Proposer, StepReport
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
 from shoal.methods.base import Method
-from shoal.methods.common.drafting import brought_layer, check_drafts, check_named, part_of
+from shoal.methods.common.drafting import (
+    Chains,
+    brought_layer,
+    check_drafts,
+    check_named,
+    drafting_by,
+    proposing_by,
+)
 from shoal.methods.common.limits import Guesses
 from shoal.speculative.cost.budget import DraftBudget
 from shoal.speculative.cost.policy import CostModel, DrafterRecord, kept_of
@@ -74,8 +81,8 @@ class Auto(Method):
         length: most tokens to guess at a time.
         draft: a smaller model with the same tokens: its folder, its Hub id, or a loaded transformers model, which is
             not changed; None for none.
-        part: the folder that `shoal train eagle` wrote, or one with an EAGLE drafter of another tool; None for what is
-            known for the model, if there is anything.
+        part: the folder that `shoal train eagle` wrote, or one with a drafter of another tool, whose kind it tells by
+            itself; None for what is known for the model, if there is anything.
         keep: a folder for answers, which later starts with the same model guess from, too; None keeps them in memory.
     """
 
@@ -121,13 +128,10 @@ class Auto(Method):
     def _drafter(self, info: ModelInfo) -> tuple[Proposer | None, DrafterRecord]:
         """The drafter for places where the text gives no guess, and its prior record."""
         if self.draft is not None and info.draft_engine is not None:
-            from shoal.speculative.model import ModelProposer
-
             engine = info.draft_engine(self.draft)
             check_drafts(self.name, engine)
             shape = Branching((1,) * min(_HELPED, self.length))
-            name = engine.model_name or "the draft model"
-            return ModelProposer(engine.runner, shape, name), DrafterRecord(*_SMALLER, shape.length)
+            return proposing_by(engine, shape), DrafterRecord(*_SMALLER, shape.length)
         if (layer := self._trained(info) or self._brought(info)) is not None:
             share = (1 + info.head_layers) / (info.num_layers + info.head_layers)
             prior = (_BROUGHT, share) if layer.second_runner is not None else _TRAINED
@@ -139,17 +143,11 @@ class Auto(Method):
             return Adaptive(DepthPlan.skipping(info.num_layers, *info.skips).with_readers(info.sources), length), record
         return None, DrafterRecord()
 
-    def _trained(self, info: ModelInfo) -> LayerProposer | None:
+    def _trained(self, info: ModelInfo) -> Chains | None:
         """Guesses by the draft head that was named, or is known for the model."""
-        from shoal.speculative import draft_head_file
-
-        folder = self.part or draft_head_file.known("eagle", info)
-        if folder is None or info.tensors is None:
+        if info.tensors is None:
             return None
-        from shoal.speculative.eagle import LayerProposer
-
-        shape = Branching((1,) * min(_HELPED, self.length))
-        return LayerProposer(part_of("eagle", folder, info), shape, _SURE)
+        return drafting_by(self.part, info, min(_HELPED, self.length), _SURE)
 
     def _brought(self, info: ModelInfo) -> LayerProposer | None:
         """Guesses by the layer for further tokens that the model brings, if Shoal runs it."""

@@ -19,7 +19,8 @@ class DraftModel(SecondModelMethod):
 
     The draft model has a KV cache of its own, in which accepted guesses stay. Under the rule "match", sampled guesses
     are drawn with the uniform numbers that the target will use, so that equal distributions give equal draws. Under
-    "rejection" they are drawn with numbers of their own (Algorithm 1 of the paper).
+    "rejection" they are drawn with numbers of their own (Algorithm 1 of the paper). A model that was trained to guess
+    in parallel (PARD, arXiv 2504.18583) makes all guesses in one forward.
 
     Attributes:
         length: tokens to guess at a time.

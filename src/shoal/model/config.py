@@ -103,6 +103,24 @@ def with_widths(config: Any, widths: Sequence[int]) -> Any:
     return narrow
 
 
+def parallel_token(config: Any) -> int | None:
+    """The token by which a draft model guesses further ones in the same forward (PARD, arXiv 2504.18583), or None.
+
+    Models of PARD-2 read the target's states beside it; without these they draft as any model.
+
+    Raises:
+        Unsupported: it is not in the vocabulary.
+    """
+    text = config.get_text_config()
+    token = getattr(text, "pard_token", None)
+    if token is None or getattr(text, "pard2", False) or getattr(text, "spd_type", None) == "pard2":
+        return None
+    if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < text.vocab_size:
+        raise Unsupported(f"a draft model with pard_token={token!r}", f"its tokens are 0..{text.vocab_size - 1}",
+                          "Correct its config")
+    return token
+
+
 def masked_of(config: Any) -> MaskedModel | None:
     """The mask token and its options in a config; None for an autoregressive model.
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.errors import Unsupported
-from shoal.speculative.drafter_files import is_drafter
+from shoal.speculative.drafter_files import KINDS, is_drafter, kind_of
 from shoal.user_cache import cache_folder
 
 if TYPE_CHECKING:
@@ -114,8 +114,8 @@ def read(folder: str, kind: str, info: ModelInfo) -> DraftHead:
 def known(kind: str, info: ModelInfo) -> str | None:
     """The folder of a head of that kind for this model; None if there is none.
 
-    It looks in the user's cache, under `parts`, then among the heads that ship with Shoal. For the kind `eagle` a
-    drafter of another tool under `parts` will do as well, if its sizes are the model's.
+    It looks in the user's cache, under `parts`, then among the heads that ship with Shoal. A drafter of another tool
+    under `parts` will do as well, if it is of that kind and its sizes are the model's.
     """
     if info.tensors is None or info.fingerprint is None or not info.free:
         return None
@@ -134,13 +134,15 @@ def _known(kind: str, info: ModelInfo) -> str | None:
             continue
         if card["part"] == kind and card.get("layers") == info.num_layers and _is_one_of(card["fingerprints"], info):
             return str(path.parent)
-    folders = sorted((cache_folder() / "parts").glob("*")) if kind == "eagle" else []
-    return next((str(folder) for folder in folders if is_drafter(folder) and _runs(folder, info)), None)
+    folders = sorted((cache_folder() / "parts").glob("*")) if kind in KINDS else []
+    return next((str(folder) for folder in folders if is_drafter(folder) and _runs(folder, kind, info)), None)
 
 
-def _runs(folder: Path, info: ModelInfo) -> bool:
-    """Whether a drafter of another tool runs beside the model; it is then ready."""
+def _runs(folder: Path, kind: str, info: ModelInfo) -> bool:
+    """Whether a drafter of another tool is of that kind and runs beside the model; it is then ready."""
     try:
+        if kind_of(folder) != kind:
+            return False
         info.drafter(str(folder))
     except (ValueError, OSError) as reason:  # maybe another model's
         log.info("%s", reason)

@@ -19,23 +19,52 @@ if TYPE_CHECKING:
 
     from shoal.model.packed.source import Source
 
-CONFIG, PICKLED = "config.json", "pytorch_model.bin"
+CONFIG = "config.json"
 _SAFE = ("model.safetensors", "model.safetensors.index.json")
+_PICKLED = ("pytorch_model.bin", "medusa_lm_head.pt")
+_HEADS = "medusa_lm_head.safetensors"
 REMEDY = "Name the folder of a drafter that was trained for this model, or leave part out"
+KINDS = ("eagle", "dflash", "medusa", "mlp_speculator")
+"""The kinds of drafters that are read, each named after the method that runs it."""
 _FORM = "speculators_model_type"
 _PREFIXES = (
     ("model.", ""), ("midlayer.", "layers.0."), ("transformer.", "layers.0."), ("fusion_fc.", "fc."),
     ("embed_layernorm.", "embedding_layernorm."), ("hidden_layernorm.", "layers.0.input_layernorm."),
     ("lm_head_layernorm.", "norm."), ("pre_lm_head_layernorm.", "norm."), ("draft_id_to_target_id", "d2t"),
+    ("medusa_head.", ""), ("medusa_heads.", ""), ("speculator.", ""),
 )
 """What names begin with elsewhere, and here."""
 _IDLE = ("t2d", "verifier_", "layers.0.self_attn.rotary_emb.")
 """What names begin with that are not needed: the map back, what is the model's, and constants."""
 
 
+def kind_of(folder: str | Path) -> str:
+    """What kind of drafter a folder has, one of `KINDS`, by its config; ValueError if that cannot be read.
+
+    One that names no other kind is taken for EAGLE's.
+    """
+    config = _config(Path(folder) / CONFIG)
+    told = {str(config.get(_FORM)), str(config.get("model_type")), *map(str, config.get("architectures") or ())}
+    if "dflash_config" in config or told & {"dflash", "DFlashDraftModel", "DFlashSpeculator"}:
+        return "dflash"
+    if "medusa_num_heads" in config or told & {"medusa", "MedusaModel"}:
+        return "medusa"
+    if told & {"mlp_speculator", "MLPSpeculatorPreTrainedModel"}:
+        return "mlp_speculator"
+    return "eagle"
+
+
+def check_kind(folder: str, kind: str) -> None:
+    """Refuse, by Unsupported, a drafter of another kind than that of a method."""
+    if (found := kind_of(folder)) != kind:
+        raise Unsupported(f"the drafter {folder!r} with method {kind}", f"it is of kind {found!r}",
+                          f"Use method {found}, or auto, which tells the kind by itself")
+
+
 def is_drafter(folder: str | Path) -> bool:
     """Whether a folder has the files of a drafter of another tool, rather than a part that Shoal has trained."""
-    return (Path(folder) / CONFIG).is_file() and any((Path(folder) / name).is_file() for name in (*_SAFE, PICKLED))
+    place, names = Path(folder), (*_SAFE, _HEADS, *_PICKLED)
+    return (place / CONFIG).is_file() and any((place / name).is_file() for name in names)
 
 
 def stamp(folder: str) -> tuple[Any, ...]:
@@ -152,7 +181,9 @@ def _source(folder: Path) -> Source:
 
     if any((folder / name).is_file() for name in _SAFE):
         return FileSource(folder)
-    path = folder / PICKLED
+    if (folder / _HEADS).is_file():
+        return FileSource(folder, _HEADS)
+    path = next((folder / name for name in _PICKLED if (folder / name).is_file()), folder / _PICKLED[0])
     try:
         tensors = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:

@@ -8,27 +8,28 @@ only; their rows are those of the target's head. A layer that a model brings for
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from shoal.decode import sampling
 from shoal.decode.rules.probabilistic import Rejection
 from shoal.decode.sequence import SequenceState
 from shoal.decode.tree import TokenTree
-from shoal.decode.worker import Drafter, Proposer
+from shoal.decode.worker import Proposer
 from shoal.model.kv.cache import KVCache
 from shoal.model.packed.native import MAX_NODES, ChainWish
-from shoal.model.runner import HiddenStateHook, ModelRunner, SequenceChunk
-from shoal.speculative.choose import Guesses, Place, SequenceTree, choose, extend
+from shoal.model.runner import ModelRunner, SequenceChunk
+from shoal.speculative.choose import SequenceTree, extend
 from shoal.speculative.draft_head_file import DraftHead
 from shoal.speculative.growth import Growth, TreeShape
 from shoal.speculative.hidden_states import HiddenStates
 from shoal.speculative.layer_head import PLAN, EagleHead, LayerHead
+from shoal.speculative.state_drafter import StateDrafter, Waiting, as_they_are, choose_among
 
 
 @dataclass(eq=False)
@@ -70,10 +71,6 @@ class LayerProposer(Proposer):
         return LayerDrafter(self, self._head[1], runner, cache)
 
 
-_Waiting = dict[int, tuple[SequenceState, Tensor]]
-"""Per place, a sequence and those of its known states [n, D] that were not fed yet."""
-
-
 class _Tree(SequenceTree):
     """A sequence's growing tree."""
 
@@ -92,7 +89,7 @@ class _Tree(SequenceTree):
         return small.tree()
 
 
-class LayerDrafter(Drafter):
+class LayerDrafter(StateDrafter):
     """Drafts trees with the layer, for the target's runner and cache.
 
     The head's cache holds the pairs of states and tokens that the target has confirmed.
@@ -102,14 +99,8 @@ class LayerDrafter(Drafter):
         self._shape, self._nodes, self._head = proposer.shape, proposer.nodes, head
         self._straight = all(proposer.shape.width(level) == 1 for level in range(proposer.shape.length))
         self._least = math.log(proposer.stop) if proposer.stop > 0 else -math.inf
-        self._hidden, self._cache = HiddenStates(runner, cache, head.taps), head.cache()
-        self._seqs: list[SequenceState] = []
-        self._origins: dict[SequenceState, int] = {}
+        super().__init__(HiddenStates(runner, cache, head.taps), head.cache())
         self._first: dict[int, tuple[Tensor, Tensor]] = {}
-
-    @override
-    def watch(self, seqs: Sequence[SequenceState], chunks: Sequence[SequenceChunk]) -> HiddenStateHook:
-        return self._hidden.watch(seqs, chunks)
 
     @torch.no_grad()
     def propose(self, seqs: Sequence[SequenceState], limits: Sequence[int]) -> list[TokenTree]:
@@ -130,7 +121,7 @@ class LayerDrafter(Drafter):
         try:
             grown = self._read([_Tree(seq, seq_id, levels) for seq_id, seq, levels in wanted])
             while alive := [one for one in grown if one.goes_on]:
-                extend(alive, self._after(alive), self._shape, self._least, self._chosen)
+                extend(alive, self._after(alive), self._shape, self._least, partial(choose_among, self._head))
         finally:
             self._roll_back()
         return {one.seq: one.most_probable(self._nodes) for one in grown}
@@ -152,7 +143,7 @@ class LayerDrafter(Drafter):
             self._roll_back()
         return trees
 
-    def _shortened(self, waiting: _Waiting, length: int) -> _Waiting:
+    def _shortened(self, waiting: Waiting, length: int) -> Waiting:
         """Feed long runs of pairs up to the last pair, after which the guesses come."""
         most = MAX_NODES - length
         ahead = {seq_id: (seq, states[:-1]) for seq_id, (seq, states) in waiting.items() if len(states) > most}
@@ -161,7 +152,7 @@ class LayerDrafter(Drafter):
             ahead = self._read_some(ahead)
         return {seq_id: (seq, states[-1:] if seq_id in long else states) for seq_id, (seq, states) in waiting.items()}
 
-    def _guess(self, some: _Waiting, wishes: Sequence[ChainWish]) -> list[list[int]]:
+    def _guess(self, some: Waiting, wishes: Sequence[ChainWish]) -> list[list[int]]:
         """Feed the pairs of some sequences and let the layer continue each; return each sequence's guesses."""
         chunks, states, tokens = [], [], list[int]()
         for seq_id, (seq, own) in some.items():
@@ -175,39 +166,10 @@ class LayerDrafter(Drafter):
             self._cache.commit(chunk.seq, range(len(chunk.tokens)))
         return found
 
-    def _roll_back(self) -> None:
-        for seq_id in range(len(self._seqs)):
-            self._cache.rollback(seq_id)
-
     def _successors(self, seq_id: int, seq: SequenceState, count: int) -> Sequence[int]:
         """The tokens behind the next `count` states of a sequence that are to be fed."""
         first = self._origins[seq] + self._cache.positions[seq_id] + 1
         return seq.tokens[first : first + count]
-
-    def _seat(self, seqs: Sequence[SequenceState]) -> None:
-        """Remove sequences that have ended and add new ones; sequences that skip a turn keep their places."""
-        stay = [seq_id for seq_id, seq in enumerate(self._seqs) if seq.finish_reason is None]
-        if len(stay) < len(self._seqs):
-            self._seqs = [self._seqs[former] for former in self._cache.select(stay)]
-        known = set(self._seqs)
-        new = [seq for seq in seqs if seq not in known]
-        if new:
-            self._cache.extend(len(new))
-            self._seqs += new
-        self._origins = {seq: self._origins.get(seq, 0) for seq in self._seqs}
-
-    def _waiting(self, seqs: Iterable[tuple[int, SequenceState]]) -> _Waiting:
-        """The states that the target has confirmed since, for sequences whose last state is known."""
-        waiting = {}
-        for seq_id, seq in seqs:
-            found = self._hidden.take(seq)
-            if found is None or found[0] + len(found[1]) != len(seq.tokens) - 1:
-                continue
-            if self._origins[seq] + self._cache.positions[seq_id] != found[0]:
-                self._cache.truncate(seq_id, 0)
-                self._origins[seq] = found[0]
-            waiting[seq_id] = seq, found[1]
-        return waiting
 
     def _read(self, grown: Sequence[_Tree]) -> list[_Tree]:
         """Feed the confirmed pairs; return the sequences whose last state is known, with what follows it."""
@@ -220,7 +182,7 @@ class LayerDrafter(Drafter):
             one.states = [self._first[one.seq_id][1]]
         return busy
 
-    def _read_some(self, waiting: _Waiting) -> _Waiting:
+    def _read_some(self, waiting: Waiting) -> Waiting:
         """Run one forward over the first pairs of each sequence; return the pairs that are left."""
         left, chunks, read, tokens, room = {}, list[SequenceChunk](), list[Tensor](), list[int](), self._head.most
         for place, (seq_id, (seq, states)) in enumerate(waiting.items()):
@@ -266,20 +228,10 @@ class LayerDrafter(Drafter):
             first += len(chunk.tokens)
         return logits if len(picked) == len(logits) else logits[picked]
 
-    def _chosen(self, places: Sequence[Place], logits: Tensor, count: int) -> list[Guesses]:
-        """Guesses by the sequences' sampling options; only over the head's tokens if nothing depends on the others."""
-        if self._head.whole:
-            return choose(places, logits, count)
-        if all(place.seq.sampling.greedy and _as_they_are(place.seq) for place in places):
-            found, ids = choose(places, logits, count), self._head.names
-            return [Guesses(tuple(ids[token] for token in guess.tokens), None, guess.logs) for guess in found]
-        whole = logits.new_full((len(logits), self._head.vocabulary), -torch.inf)
-        return choose(places, whole.index_copy_(1, self._head.ids, logits), count)
 
-
-def _batches(waiting: _Waiting) -> Iterator[_Waiting]:
+def _batches(waiting: Waiting) -> Iterator[Waiting]:
     """Groups of sequences that fit into a call, in order; a single sequence always fits."""
-    some: _Waiting = {}
+    some: Waiting = {}
     for seq_id, (seq, states) in waiting.items():
         if sum(len(other) for _, other in some.values()) + len(states) > MAX_NODES:
             yield some
@@ -289,17 +241,11 @@ def _batches(waiting: _Waiting) -> Iterator[_Waiting]:
         yield some
 
 
-def _as_they_are(seq: SequenceState) -> bool:
-    """Whether only its temperature changes a sequence's logits."""
-    options = seq.sampling
-    return seq.allowed is None and not options.logit_bias and not sampling.needs_history(options)
-
-
 def _drafts_alone(seq: SequenceState) -> bool:
     """Whether the kernels can draw its guesses; they cannot return the distributions that some rules need."""
     options = seq.sampling
     cut = options.top_k or options.top_p < 1 or options.min_p or options.typical_p < 1
-    return _as_they_are(seq) and (options.greedy or not (cut or isinstance(seq.rule, Rejection)))
+    return as_they_are(seq) and (options.greedy or not (cut or isinstance(seq.rule, Rejection)))
 
 
 def _wish(seq: SequenceState, length: int) -> ChainWish:

@@ -34,6 +34,7 @@ from shoal.model.packed.source import Source, TensorSource
 from shoal.model.runner import ModelRunner, OfLayers, SequenceChunk, Start
 from shoal.speculative.draft_head_file import DraftHead, guessed_tokens
 from shoal.speculative.eagle_checkpoint import EagleCheckpoint
+from shoal.speculative.layers_checkpoint import LayersCheckpoint
 
 Product = Callable[[Tensor], Tensor]
 
@@ -357,11 +358,7 @@ class CheckpointHead(LayerHead):
     def __init__(self, target: ModelRunner, drafter: EagleCheckpoint) -> None:
         drafter.check(target.head_rows([0]).shape[1], target.vocab_size, target.num_layers)
         self.taps = drafter.taps(target.num_layers)
-        try:
-            layer = layer_beside(target, drafter.config, drafter.source(), drafter.shaped)
-        except Unsupported as reason:
-            raise drafter.files.refusal(f"{reason.what}: {reason.why}") from None
-        layer = layer if drafter.own_head else before_head_of(target, layer)
+        layer = layers_of(target, drafter)
         super().__init__(target, layer, drafter.names)
         self.state_size, self._eps = drafter.states * drafter.target_hidden, layer.shape.eps
         vectors = layer.weights.final_norm
@@ -417,10 +414,19 @@ class CheckpointHead(LayerHead):
 def layer_beside(
     target: ModelRunner, config: Any, source: Source, shaped: Callable[[Shape], Shape] | None = None
 ) -> PackedRunner:
-    """A model of one layer that works beside the target: in its dtype, or in 8 bits where it multiplies in 8 bits."""
+    """A model of few layers that works beside the target: in its dtype, or in 8 bits where it multiplies in 8 bits."""
     dtype = torch.float32 if target.dtype == torch.float16 else target.dtype
     quant: Quant | None = "int8" if target.activation_dtype == torch.int8 else None
     return build(config, source, dtype, target.device, quant, kernels=isinstance(target, NativeRunner), shaped=shaped)
+
+
+def layers_of(target: ModelRunner, drafter: LayersCheckpoint) -> PackedRunner:
+    """The layers of a drafter of another tool, before its head or the target's; Unsupported if they do not run."""
+    try:
+        layers = layer_beside(target, drafter.config, drafter.source(), drafter.shaped)
+    except Unsupported as reason:
+        raise drafter.files.refusal(f"{reason.what}: {reason.why}") from None
+    return layers if drafter.own_head else before_head_of(target, layers)
 
 
 def before_head_of(target: ModelRunner, layer: PackedRunner) -> PackedRunner:

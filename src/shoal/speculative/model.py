@@ -129,11 +129,15 @@ class ModelDrafter(Drafter):
     def _after(self, grown: list[SequenceTree]) -> Tensor:
         """Logits [leaves of all trees, V] after the last level, which is equally deep in all."""
         if not grown[0].level:
-            return self._read(grown)
+            return torch.cat([*self._read(grown).values()])
         return self._forward([one.chunk(self._plan) for one in grown], [one.seq for one in grown])
 
-    def _read(self, grown: list[SequenceTree]) -> Tensor:
-        """Run the tokens that the model has not seen, the last one included; logits [sequences, V] after it."""
+    def _read(self, grown: list[SequenceTree]) -> dict[int, Tensor]:
+        """Run the tokens that the model has not seen, the last one included, and their `_tail`.
+
+        Returns:
+            By the places of `grown`, in their order, logits [1 + tail, V] after the last token and each of its tail.
+        """
         last: dict[int, Tensor] = {}
         while waiting := [one for one in grown if one.seq_id not in last]:
             most = max(1, self._runner.prefill_chunk // len(waiting))
@@ -141,13 +145,19 @@ class ModelDrafter(Drafter):
             for one in waiting:
                 first = self._cache.positions[one.seq_id]
                 tokens = self._text(one.seq, first)[:most]
-                chunks.append(SequenceChunk(one.seq_id, tokens, [0] * len(tokens), self._plan))
-            logits = self._forward(chunks, [one.seq for one in waiting])
+                tail = self._tail(one) if first + len(tokens) == self._length(one.seq) else ()
+                steps = [0] * (len(tokens) + len(tail))
+                chunks.append(SequenceChunk(one.seq_id, [*tokens, *tail], steps, self._plan, wanted=1 + len(tail)))
+            logits = self._forward(chunks, [one.seq for one in waiting]).split([chunk.wanted for chunk in chunks])
             for one, chunk, values in zip(waiting, chunks, logits, strict=True):
-                self._cache.commit(one.seq_id, range(len(chunk.tokens)))
+                self._cache.commit(one.seq_id, range(len(chunk.tokens) + 1 - chunk.wanted))
                 if self._cache.positions[one.seq_id] == self._length(one.seq):
                     last[one.seq_id] = values
-        return torch.stack([last[one.seq_id] for one in grown])
+        return {one.seq_id: last[one.seq_id] for one in grown}
+
+    def _tail(self, one: SequenceTree) -> Sequence[int]:
+        """Tokens behind a sequence's own, whose KV is not kept."""
+        return ()
 
     def _forward(self, chunks: Sequence[SequenceChunk], seqs: Sequence[SequenceState]) -> Tensor:
         """Logits [sum of wanted, V] in the target's vocabulary, for some sequences."""
@@ -160,3 +170,40 @@ class ModelDrafter(Drafter):
     def _logits(self, chunks: Sequence[SequenceChunk]) -> Tensor:
         """Logits [sum of wanted, tokens of the draft model]."""
         return self._runner.forward(chunks, self._cache)
+
+
+@dataclass(frozen=True)
+class ParallelProposer(ModelProposer):
+    """The same from a model that guesses in parallel.
+
+    Attributes:
+        token: stands for each guess but the first in the forward that makes all of them.
+    """
+
+    token: int
+
+    @override
+    def begin(self, runner: Any, cache: Any) -> ParallelDrafter:
+        return ParallelDrafter(self, runner.vocab_size)
+
+
+class ParallelDrafter(ModelDrafter):
+    """Drafts in one forward: behind the last token stands a mask for each further guess (PARD, arXiv 2504.18583).
+
+    All guesses of one distance come from the same logits, given the text alone, whatever was guessed before them. No KV
+    of masks is kept, so the model runs accepted guesses anew.
+    """
+
+    def __init__(self, proposer: ParallelProposer, vocabulary: int) -> None:
+        super().__init__(proposer, vocabulary)
+        self._token, self._rows = proposer.token, dict[int, Tensor]()
+
+    @override
+    def _tail(self, one: SequenceTree) -> Sequence[int]:
+        return [self._token] * (one.levels - 1)
+
+    @override
+    def _after(self, grown: list[SequenceTree]) -> Tensor:
+        if not grown[0].level:
+            self._rows = self._read(grown)
+        return torch.stack([self._rows[one.seq_id][one.level] for one in grown for _ in one.leaves])

@@ -21,7 +21,7 @@ from shoal.engine.memory.amounts import naming
 from shoal.engine.memory.footprint import weights_on_disk
 from shoal.engine.memory.memory_limit import MemoryLimit
 from shoal.errors import OutOfMemory, Unsupported
-from shoal.model.config import layers_of, masked_of
+from shoal.model.config import layers_of, masked_of, parallel_token
 from shoal.model.hf import HFRunner
 from shoal.model.packed import build as packed
 from shoal.model.packed.linear import Quant
@@ -159,6 +159,7 @@ def _engine(
     made = Engine(runner, tokenizer, model_name=name, eos_token_ids=eos, card=card, model=model, open_model=open_extra,
                   generation_rules=generation_settings(generation))
     made.sampling, made.masked = recommended(generation), masked_of(config)
+    made.parallel = parallel_token(config)
     if files is not None:
         made.sampling, made.changed, made.changes = files.sampling(generation), files.changed, files.changes
         made.mtp = files.mtp

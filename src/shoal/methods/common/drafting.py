@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from typing_extensions import override
 
@@ -23,8 +23,11 @@ from shoal.speculative.cost.policy import Goodput, Width
 
 if TYPE_CHECKING:
     from shoal.decode.rules.accept import Rule
+    from shoal.speculative.drafters.dflash import DFlashProposer
+    from shoal.speculative.drafters.state_heads import StateHeadsProposer
     from shoal.speculative.eagle import LayerProposer
     from shoal.speculative.growth import TreeShape
+    from shoal.speculative.model import ModelProposer
     from shoal.types import ModelInfo
 
 RuleName = Literal["match", "rejection", "typical", "lenient"]
@@ -143,12 +146,17 @@ class SecondModelMethod(PairedMethod, DraftingMethod):
 
     def proposing(self, info: ModelInfo, shape: TreeShape) -> Proposer:
         """The draft model as a proposer of trees of that shape; raises what `draft_engine` does."""
-        if info.draft_engine is None:
-            return Absent()
-        from shoal.speculative.model import ModelProposer
+        return Absent() if info.draft_engine is None else proposing_by(self.draft_engine(info), shape)
 
-        engine = self.draft_engine(info)
-        return ModelProposer(engine.runner, shape, engine.model_name or "the draft model")
+
+def proposing_by(engine: Any, shape: TreeShape) -> ModelProposer:
+    """A draft model's engine as a proposer of trees of that shape, in parallel if the model was trained for that."""
+    from shoal.speculative.model import ModelProposer, ParallelProposer
+
+    name = engine.model_name or "the draft model"
+    if engine.parallel is None:
+        return ModelProposer(engine.runner, shape, name)
+    return ParallelProposer(engine.runner, shape, name, engine.parallel)
 
 
 def check_named(name: str, draft: object) -> None:
@@ -187,6 +195,10 @@ def _short(value: object) -> str:
 
 
 T = TypeVar("T")
+Chains: TypeAlias = "LayerProposer | DFlashProposer | StateHeadsProposer"
+"""Proposers that know the shape of their trees."""
+_BY_OTHERS = ("dflash", "mlp_speculator")
+"""Methods whose drafters other tools train."""
 
 
 @dataclass(frozen=True)
@@ -194,8 +206,8 @@ class TrainedMethod(DraftingMethod):
     """A method whose guesses come from a draft head that was trained on the model's own answers.
 
     Attributes:
-        part: the folder that `shoal train` wrote, or for `eagle` one with a drafter of another tool; None for what is
-            known for the model.
+        part: the folder that `shoal train` wrote, or one with a drafter of another tool of the method's kind; None for
+            what is known for the model.
     """
 
     needs: ClassVar[tuple[str, ...]] = ("a part trained for the model",)
@@ -240,9 +252,11 @@ def part_of(kind: str, folder: str | None, info: ModelInfo) -> Any:
 
     found = folder or draft_head_file.known(kind, info)
     if found is None:
-        raise ValueError(f"{kind} has no trained part, and none is known for this model; give part, the folder that "
-                         f"`shoal train {kind}` wrote")
-    if kind == "eagle" and drafter_files.is_drafter(found):
+        wanted = "of a drafter of another tool" if kind in _BY_OTHERS else f"that `shoal train {kind}` wrote"
+        raise ValueError(f"{kind} has no trained part, and none is known for this model; give part, the folder "
+                         f"{wanted}")
+    if kind in _BY_OTHERS or (kind in drafter_files.KINDS and drafter_files.is_drafter(found)):
+        drafter_files.check_kind(found, kind)
         return info.drafter(found)
     return draft_head_file.read(found, kind, info)
 
@@ -265,3 +279,40 @@ def brought_layer(info: ModelInfo, length: int, stop: float) -> LayerProposer | 
         info.memory[key] = head and LayerProposer(head, Branching((1,) * length), stop)
     found: LayerProposer | None = info.memory[key]
     return found
+
+
+def drafting_by(folder: str | None, info: ModelInfo, length: int, stop: float) -> Chains | None:
+    """Chains of guesses by the draft head in a folder, whose kind it tells, or by what is known for the model, if any.
+
+    Raises:
+        ValueError: it cannot be read.
+        Unsupported: it does not fit the model, or the memory does not hold it too.
+    """
+    from shoal.speculative import drafter_files
+
+    if (folder := folder or _known_drafter(info)) is None:
+        return None
+    kind = drafter_files.kind_of(folder) if drafter_files.is_drafter(folder) else "eagle"
+    part = part_of(kind, folder, info)
+    from shoal.speculative.growth import Branching
+
+    if kind == "dflash":
+        from shoal.speculative.drafters.dflash import DFlashProposer
+
+        return DFlashProposer(part, length, stop)
+    if kind == "eagle":
+        from shoal.speculative.eagle import LayerProposer
+
+        return LayerProposer(part, Branching((1,) * length), stop)
+    from shoal.speculative.drafters.state_heads import StateHeadsProposer
+
+    return StateHeadsProposer(part, Branching((1,) * min(length, part.count)), stop)
+
+
+def _known_drafter(info: ModelInfo) -> str | None:
+    """The folder of EAGLE's head that is known for the model, or of a drafter of another tool of any kind."""
+    from shoal.speculative import draft_head_file, drafter_files
+
+    found = ((kind, draft_head_file.known(kind, info)) for kind in drafter_files.KINDS)
+    return next((folder for kind, folder in found
+                 if folder is not None and (kind == "eagle" or drafter_files.is_drafter(folder))), None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
@@ -330,6 +331,8 @@ class _Pass:
         source = self.runner.shape.source(layer)
         held = layer if source is None else source
         store = self.cache.layers[held]
+        if chunk.mutual and store.window is not None and not self.runner.shape.windows_ahead:
+            chunk = replace(chunk, mutual=False)
         seqs, counts, base = [chunk.seq], [last - first], self.cache.positions[chunk.seq]
         if k is not None and v is not None:
             store.make_room(seqs, counts)

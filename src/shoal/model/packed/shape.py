@@ -123,6 +123,7 @@ class Shape:
             or of all, with a first of 0 (Ministral 3).
         layer_input: numbers of a token's input to each layer, see `shoal.model.layers.layer_inputs`; 0: there is none.
         head_norm: whether states are normed before the head, which some draft heads leave out.
+        windows_ahead: whether in layers with a window, too, nodes of a mutual chunk see those after them.
     """
 
     hidden: int
@@ -176,6 +177,7 @@ class Shape:
     unit_heads: bool = False
     warmth: tuple[float, float, float] | None = None
     head_norm: bool = True
+    windows_ahead: bool = True
 
     def heads_of(self, layer: int) -> HeadSizes:
         """Sizes of a layer's attention."""

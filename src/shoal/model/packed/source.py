@@ -103,16 +103,17 @@ class FileSource(Source):
 
     Args:
         folder: a folder with one file, or several and their index.
+        single: name of the one file.
 
     Raises:
         ValueError: a file is missing or cannot be read, or lacks tensors that the index says it has.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, single: str = SINGLE) -> None:
         index = folder / INDEX
         info = _weight_map(index) if index.is_file() else {}
         self._files: dict[str, Path] = {}
-        for name in sorted(set(info.values())) or [SINGLE]:
+        for name in sorted(set(info.values())) or [single]:
             with _opened(folder / name) as file:
                 self._files.update(dict.fromkeys(file.keys(), folder / name))
         if absent := sorted(info.keys() - self._files.keys()):
