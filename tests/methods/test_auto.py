@@ -171,8 +171,11 @@ def test_steps_that_share_no_call_are_losses_too(monkeypatch: pytest.MonkeyPatch
     dice = random.Random(seed)
     learned, text = ([first, *(dice.randrange(1, 12) for _ in range(429))] for first in (20, 21))
 
+    def step(seqs: int, tokens: int) -> float:
+        return (1 + 0.15 * (tokens - 1)) / 1000
+
     def took() -> float:
-        machine = Scripted(monkeypatch, [learned, text], lambda seqs, tokens: (1 + 0.15 * (tokens - 1)) / 1000, further=0.0008)
+        machine = Scripted(monkeypatch, [learned, text], step, further=0.0008)
         answer(machine, learned)  # what steps take
         machine.now = 0.0
         answer(machine, text)
