@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import json
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +19,7 @@ from torch.nn.functional import rms_norm, silu
 from transformers import PreTrainedModel
 
 from backends import reference
-from eagle_drafters import EPS, FFN, KV_HEADS, THETA
+from eagle_drafters import EPS, FFN, KV_HEADS, THETA, kept_folder
 from eagle_part import IDS
 from families import HEADS, HIDDEN, VOCAB
 
@@ -132,13 +131,7 @@ def write(folder: Path, form: BlockForm, seed: int = 1) -> Path:
 @functools.cache
 def block_drafter(name: str) -> str:
     """The folder of a drafter in a form of `BLOCK_FORMS`, the same in every process, since tests show it."""
-    kept = Path(tempfile.gettempdir()) / f"shoal-tests-dflash-{list(BLOCK_FORMS).index(name)}"
-    kept.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="shoal-dflash-") as fresh:
-        for file in write(Path(fresh), BLOCK_FORMS[name]).iterdir():
-            if not (kept / file.name).is_file() or (kept / file.name).read_bytes() != file.read_bytes():
-                file.replace(kept / file.name)
-    return str(kept)
+    return kept_folder(f"dflash-{list(BLOCK_FORMS).index(name)}", lambda fresh: write(fresh, BLOCK_FORMS[name]))
 
 
 class BlockReference:

@@ -144,10 +144,16 @@ def write(folder: Path, form: Form, seed: int = 1) -> Path:
 @functools.cache
 def drafter(name: str) -> str:
     """The folder of a drafter in a form of `FORMS`, the same in every process, since tests show it."""
-    kept = Path(tempfile.gettempdir()) / f"shoal-tests-drafter-{list(FORMS).index(name)}"
+    return kept_folder(f"drafter-{list(FORMS).index(name)}", lambda fresh: write(fresh, FORMS[name]))
+
+
+def kept_folder(name: str, write: Callable[[Path], object]) -> str:
+    """A folder for tests of all processes, with what `write` writes; files that are there and alike stay."""
+    kept = Path(tempfile.gettempdir()) / f"shoal-tests-{name}"
     kept.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="shoal-drafter-") as fresh:
-        for file in write(Path(fresh), FORMS[name]).iterdir():
+    with tempfile.TemporaryDirectory(prefix="shoal-tests-") as fresh:
+        write(Path(fresh))
+        for file in Path(fresh).iterdir():
             if not (kept / file.name).is_file() or (kept / file.name).read_bytes() != file.read_bytes():
                 file.replace(kept / file.name)
     return str(kept)

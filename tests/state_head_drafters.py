@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +20,7 @@ from torch.nn.functional import gelu, silu
 from transformers import PreTrainedModel
 
 from backends import reference
+from eagle_drafters import kept_folder
 from eagle_part import IDS
 from families import HIDDEN, VOCAB
 
@@ -115,13 +115,7 @@ def write(folder: Path, form: HeadsForm, seed: int = 1) -> Path:
 @functools.cache
 def heads_drafter(name: str) -> str:
     """The folder of heads in a form of `HEADS_FORMS`, the same in every process, since tests show it."""
-    kept = Path(tempfile.gettempdir()) / f"shoal-tests-heads-{list(HEADS_FORMS).index(name)}"
-    kept.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="shoal-heads-") as fresh:
-        for file in write(Path(fresh), HEADS_FORMS[name]).iterdir():
-            if not (kept / file.name).is_file() or (kept / file.name).read_bytes() != file.read_bytes():
-                file.replace(kept / file.name)
-    return str(kept)
+    return kept_folder(f"heads-{list(HEADS_FORMS).index(name)}", lambda fresh: write(fresh, HEADS_FORMS[name]))
 
 
 class HeadsReference:

@@ -34,7 +34,7 @@ VAGUE = ("words",)
 CONFIGS = ("vocab_size",)
 """Names that components share with transformers' configs, which are looked up."""
 
-MOST_CORE_LINES = 45_890
+MOST_CORE_LINES = 45_930
 """2,680: recurrent layers; 990: experts; 330: plain steps; 410: prefixes in place; 610: SambaY; 730: latent attention,
 channel-wise gates of two matrices and lightning attention, seven model types, their GGUF files and published names;
 560: all GGUF types, models in parts, gpt-oss; 40: orders and cards by kind of layer; 530: safetensors in the numbers
@@ -46,9 +46,9 @@ what people run, sixteen model types, queries scaled by place where they are rot
 architectures of GGUF files; 140: experts read ahead of a file beyond memory, memory groups;
 110: guesses from earlier answers;
 80: layers for further tokens in quantised files, and what they take under a limit on memory;
-80: a bound on what guesses lose; 140: what answers taught, kept on disk and in ADED's table; n-gram files;
+110: a bound on what guesses lose; 140: what answers taught, kept on disk and in ADED's table; n-gram files;
 680: drafters of EAGLE's family from other tools, what is added beside attention, states of several layers;
-1,130: DFlash, Medusa's heads and MLP speculators of other tools, draft models that guess in parallel."""
+1,170: DFlash, Medusa's heads and MLP speculators of other tools, draft models that guess in parallel."""
 MOST_CORE_FILES = 290  # 20: recurrent; 4: experts; 4: SambaY; 3: latent; 8: GGUF, imports; 6: classics; 17: drafts
 MOST_LAB_LINES = 41_160
 """Of the package, benchmarks and tools. 392 more: plan and members; 127: two checkouts; 350: hybrids, prefixes; 620:

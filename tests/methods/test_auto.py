@@ -29,6 +29,7 @@ from shoal.model.kv.cache import KVCache
 from shoal.speculative import draft_head_file
 from shoal.speculative.cost import budget, policy
 from shoal.speculative.cost.budget import SHARE, START, DraftBudget
+from shoal.speculative.cost.model import ForwardTimes
 from shoal.types import ModelInfo, Result
 
 
@@ -162,6 +163,29 @@ def test_guesses_stay_within_the_budget_of_their_text(monkeypatch: pytest.Monkey
     assert budgets[0].left == pytest.approx((1 + SHARE) * plain + START - took, abs=2.0)
     monkeypatch.setattr(Watched, "left", property(lambda _: 0.0, lambda *_: None), raising=False)
     assert answer(Scripted(monkeypatch, [text], cheap), text).stats.drafted == 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_steps_that_share_no_call_are_losses_too(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Pairs of few tokens come again all the time, and say nothing; alone a step takes 1.25 times as long."""
+    dice = random.Random(seed)
+    learned, text = ([first, *(dice.randrange(1, 12) for _ in range(429))] for first in (20, 21))
+
+    def step(seqs: int, tokens: int) -> float:
+        return (1 + 0.15 * (tokens - 1)) / 1000
+
+    def took() -> float:
+        machine = Scripted(monkeypatch, [learned, text], step, further=0.0008)
+        answer(machine, learned)  # what steps take
+        machine.now = 0.0
+        answer(machine, text)
+        return 1000 * machine.now - (1 + 0.15 * 29)
+
+    best = 400 * (1 + 7 * 0.8) / 8
+    bound = (1 + SHARE) * best + START * best / 400
+    counted = took()
+    monkeypatch.setattr(ForwardTimes, "slower", lambda *_: 1.0)
+    assert counted < bound + 1 and took() > bound + 5
 
 
 def test_what_was_learned_serves_the_next_request(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,8 +48,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 _WIDEST = 64
 """Most tokens of a forward with drafts; a further token costs more than it can bring."""
-_FOLLOWED, _ALONE = 2, 4
-"""Steps without asking again where the text repeats a passage that does not pay to guess, and where it repeats none."""
+_FOLLOWED, _ALONE, _POOR = 2, 4, 8
+"""Steps without asking again where the text repeats a passage that does not pay to guess, where it repeats none, and
+where no guess could be paid for."""
 _HELPED = 8
 """Most guesses of a drafter one after another."""
 _CALIBRATED = 0.7
@@ -200,7 +201,7 @@ class CautiousDrafter(Drafter):
         self._proposer, self._widest, self._drafter = proposer, widest, drafter
         self._matchers, self._budgets = PerSequence(self._matcher), PerSequence(lambda _: DraftBudget())
         self._others = self._helped = 0
-        self._followed = False
+        self._followed = self._poor = False
         self._from_drafter: set[SequenceState] = set()
 
     def _matcher(self, seq: SequenceState) -> SuffixMatcher:
@@ -226,13 +227,14 @@ class CautiousDrafter(Drafter):
         for seq, matcher in zip(seqs, matchers, strict=True):
             matcher.read(seq.tokens)
         self._helped, self._followed = 0, any([matcher.place is not None for matcher in matchers])
+        self._poor = self._spare(seqs) < self._proposer.judge.times.added(len(seqs) + self._others, 1)
         lengths = self._lengths(seqs, matchers, limits)
         trees = [_chain(*each) for each in zip(seqs, matchers, lengths, strict=True)]
         return trees if self._drafter is None else self._with_help(self._drafter, seqs, limits, trees)
 
     def rests(self) -> int:
         """A few: where the text begins to repeat a passage, guesses pay only after some tokens of it."""
-        most = _FOLLOWED if self._followed else _ALONE
+        most = _POOR if self._poor else _FOLLOWED if self._followed else _ALONE
         return most if self._drafter is None else min(most, self._proposer.judge.drafter.rest)
 
     def _lengths(
@@ -248,7 +250,8 @@ class CautiousDrafter(Drafter):
 
     def _spare(self, seqs: Sequence[SequenceState]) -> float:
         """Plain steps that the guesses of the next forward may lose: it takes as long for every sequence."""
-        return sum(self._budgets[seq].left for seq in seqs) / len(seqs)
+        left = sum(self._budgets[seq].left for seq in seqs) / len(seqs)
+        return self._proposer.judge.spare(len(seqs) + self._others, left)
 
     def _with_help(
         self, drafter: Drafter, seqs: Sequence[SequenceState], limits: Sequence[int], trees: list[TokenTree]
@@ -279,10 +282,9 @@ class CautiousDrafter(Drafter):
             helped = [seq for seq in report.seqs if seq in self._from_drafter]
             self._drafter.observe(report.only(helped))
         self._proposer.judge.observe(report.whole, self._helped)
-        guessed = any(len(tree) > 1 for tree in report.trees)
-        steps = self._proposer.judge.cost(report.whole) if guessed else report.steps
+        steps = self._proposer.judge.cost(report.whole)
         for seq, outcome in zip(report.seqs, report.outcomes, strict=True):
-            self._budgets[seq].passed(len(outcome.path) if guessed else report.steps, steps)
+            self._budgets[seq].passed(max(len(outcome.path), report.steps), steps)
         self._from_drafter.clear()
         self._others = len(report.whole.seqs) - len(report.seqs)
 

@@ -56,6 +56,33 @@ def test_noise_in_one_size_does_not_raise_the_others() -> None:
     assert times.added(1, 1) <= times.added(1, 8) == pytest.approx(0.4)
 
 
+def test_what_shares_no_call_is_slower_than_what_does() -> None:
+    times = ForwardTimes()
+    assert times.slower(1) == times.slower(1, 1) == 1.0, "nothing was timed"
+    for _ in range(3):
+        times.observe(1, 0, 1.2)
+        times.observe(1, 0, 1.0, steps=8)
+    times.observe(1, 0, 0.5, steps=4)  # once is not enough
+    assert times.slower(1, 1) == pytest.approx(1.2) and times.slower(1, 8) == 1.0
+    assert times.slower(1) == pytest.approx(times.step(1)) and times.slower(2, 1) == 1.0
+
+
+@pytest.mark.parametrize("slower", [1.0, 1.2])
+def test_a_trial_that_wakes_a_drafter_costs_the_calls_that_are_not_shared(slower: float) -> None:
+    def pause(times: ForwardTimes) -> int:
+        record = DrafterRecord(0.5, 0.2, most=1, awake=8)
+        for _ in range(8):
+            record.judged(0, 1)
+        assert record.length(times, 1, 8) == 0
+        return record._pause.left
+
+    times = measured(0.05)
+    for _ in range(9):
+        times.observe(1, 0, slower)
+        times.observe(1, 0, 1.0, steps=8)
+    assert pause(times) in ((25, 26) if slower == 1.0 else (128,))
+
+
 def brute_force(chances: list[list[float]], times: ForwardTimes, room: int, rows: int) -> float:
     """The best gain over all combinations of lengths."""
     best = 1.0

@@ -155,13 +155,22 @@ class ForwardTimes:
 
     def __init__(self) -> None:
         self._steps = defaultdict[int, deque[float]](partial(deque, maxlen=_PLAIN))
+        self._shared = defaultdict[tuple[int, int], deque[float]](partial(deque, maxlen=_WIDE))
+        self._typical = defaultdict[int, dict[int, float]](dict)
         self._added = defaultdict[int, dict[int, deque[float]]](dict)
         self._curves: dict[int, list[tuple[int, float]]] = {}
 
-    def observe(self, seqs: int, guesses: int, seconds: float) -> None:
-        """Add the time of a forward of so many sequences, with so many guesses over all sequences."""
+    def observe(self, seqs: int, guesses: int, seconds: float, steps: int = 1) -> None:
+        """Add the time of a forward of so many sequences, with so many guesses over all sequences.
+
+        Of plain steps so many may have shared a call; the seconds are those of one.
+        """
         if guesses == 0:
             self._steps[seqs].append(seconds)
+            shared = self._shared[seqs, steps]
+            shared.append(seconds)
+            if len(shared) > 1:
+                self._typical[seqs][steps] = statistics.median(shared)
         elif step := self.step(seqs):
             near = _GRID[min(bisect_left(_GRID, guesses), len(_GRID) - 1)]
             added = beyond(step, guesses, seconds)
@@ -175,6 +184,17 @@ class ForwardTimes:
     def step(self, seqs: int) -> float:
         """Seconds of a plain step of so many sequences; 0 before one was timed."""
         return statistics.median(self._steps[seqs] or [0.0])
+
+    def slower(self, seqs: int, steps: int | None = None) -> float:
+        """How many times as long as at best a plain step takes where so many share a call, or the usual one (None).
+
+        At best means where as many share a call as makes them fastest. 1 for what was not timed.
+        """
+        typical = self._typical[seqs]
+        if not typical:
+            return 1.0
+        best = min(typical.values())
+        return max(1.0, (self.step(seqs) if steps is None else typical.get(steps, best)) / best)
 
     def added(self, seqs: int, guesses: int) -> float:
         """Plain steps that so many guesses add to one: straight lines between what was measured."""

@@ -267,21 +267,27 @@ class CostModel:
         return self.drafter.length(self.times, seqs, room // seqs, spare) if self.times.known(seqs) else 0
 
     def cost(self, report: StepReport) -> float:
-        """Plain steps that a step with guesses took."""
+        """Plain steps, of those that share as many to a call as is best, that a step or shared steps took."""
         seqs, guesses = len(report.seqs), sum(map(len, report.trees)) - len(report.seqs)
+        if not guesses:
+            return report.steps * self.times.slower(seqs, report.steps)
         if not (step := self.times.step(seqs)):
             return 1.0
         if report.target_seconds is None:  # prompts were read beside them
             added = self.times.added(seqs, guesses)
         else:
             added = beyond(step, guesses, report.target_seconds)
-        return 1.0 + added + report.draft_seconds / step
+        return self.times.slower(seqs) * (1.0 + added + report.draft_seconds / step)
+
+    def spare(self, seqs: int, left: float) -> float:
+        """What guesses may add to the next step, in usual steps, if it may lose `left` of the best ones."""
+        return (1.0 + left) / self.times.slower(seqs) - 1.0
 
     def observe(self, report: StepReport, helped: int) -> None:
         """Learn from a step in which a drafter made at most `helped` guesses for a sequence."""
         seqs, guesses = len(report.seqs), sum(map(len, report.trees)) - len(report.seqs)
         if report.target_seconds is not None:
-            self.times.observe(seqs, guesses, report.target_seconds)
+            self.times.observe(seqs, guesses, report.target_seconds, report.steps)
         if helped and (step := self.times.step(seqs)):
             self.drafter.took(seqs, helped, report.draft_seconds / step)
         self.drafter.passed(report.steps - 1)
@@ -340,7 +346,7 @@ class DrafterRecord:
         pause = self._pause = self._pauses[load(seqs)]
         most, room = affordable(most, spare, lambda length: self._added(times, seqs, length)), most
         if room and not most:
-            pause.wait(math.ceil((self._added(times, seqs, 1) - spare) / SHARE))
+            pause.wait(self._awake + math.ceil((self._trial(times, seqs) - spare) / SHARE))
         if pause.left:
             self._behind = True
             return min(1, most) if pause.passed() else 0
@@ -350,8 +356,7 @@ class DrafterRecord:
         hopeless = times.widest(seqs) > 0 and not self._best(1.0, times, seqs, min(room, self._most))
         if self._tries > 0 and not hopeless:
             return min(1, most)
-        trial = self._added(times, seqs, 1)
-        rest = max(self._SHORTEST_REST, min(math.ceil(trial / self._TRIALS), _FIRST_PAUSE))
+        rest = max(self._SHORTEST_REST, min(math.ceil(self._trial(times, seqs) / self._TRIALS), _FIRST_PAUSE))
         pause.begin(_FIRST_PAUSE if hopeless else rest)
         self._hopeless[load(seqs)] = hopeless
         return 0
@@ -364,6 +369,10 @@ class DrafterRecord:
     def _added(self, times: ForwardTimes, seqs: int, length: int) -> float:
         """Plain steps that so many guesses per sequence add to one."""
         return self._costs[load(seqs)].of(length) + times.added(seqs, seqs * length)
+
+    def _trial(self, times: ForwardTimes, seqs: int) -> float:
+        """Plain steps that a trial adds, with those before it that the drafter must see and that share no call."""
+        return self._added(times, seqs, 1) + self._awake * (times.slower(seqs, 1) - 1.0)
 
     @property
     def rest(self) -> int:
