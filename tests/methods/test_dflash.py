@@ -34,8 +34,9 @@ def method(form: str, kind: str) -> DFlash:
 @on_one_backend("form", {name: name for name in BLOCK_FORMS}, "llama", "qwen3")
 def test_no_greedy_token_changes(backend: Backend, name: str, form: str) -> None:
     engine = Engine(backend.runner(name))
+    seldom = BLOCK_FORMS[form].from_last  # that five random guesses are all right
     for kind in METHODS:
-        check_tokens(backend, name, method(form, kind), "greedy", engine)
+        check_tokens(backend, name, method(form, kind), "greedy", engine, *[("none", "some")] * seldom)
 
 
 @by_turns("kind, sampling", METHODS, ["sampled", "penalised"])

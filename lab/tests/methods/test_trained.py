@@ -40,9 +40,11 @@ def test_no_greedy_token_changes(backend: Backend, name: str, method: str) -> No
 @pytest.mark.parametrize("form", [name for name, form in HEADS_FORMS.items() if form.method == "medusa"])
 @on_backends("llama")
 def test_heads_of_other_tools_change_no_token(backend: Backend, name: str, form: str) -> None:
+    """Random heads, which know nothing of the guesses before theirs, are seldom all right."""
     engine = Engine(backend.runner(name))
     for options in ({}, {"length": 2}, {"inner": D3(alpha=0.93, core=2)}):
-        check_tokens(backend, name, Medusa(heads_drafter(form), **options), "greedy", engine)  # type: ignore[arg-type]
+        method = Medusa(heads_drafter(form), **options)  # type: ignore[arg-type]
+        check_tokens(backend, name, method, "greedy", engine, ("none",))
 
 
 def test_heads_of_other_tools_have_no_ranks() -> None:
