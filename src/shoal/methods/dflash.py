@@ -26,7 +26,7 @@ class DFlash(TrainedMethod):
 
     Attributes:
         length: most tokens to guess at a time; None for all of a block.
-        stop: a chain that the layers find less likely than this is not continued; 0 always continues.
+        stop: a chain that the drafter finds less likely than this is not continued; 0 always continues.
     """
 
     name: ClassVar[str] = "dflash"
