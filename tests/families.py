@@ -251,7 +251,7 @@ LAYERWISE: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3n": ("gemma3n_text", {**_GROUPED, **_HEAD_DIM, **_SPOKEN, "sliding_window": WINDOW,
                                  "num_kv_shared_layers": 2,
                                  "layer_types": ["sliding_attention", "full_attention"] * 3, "laurel_rank": 8,
-                                 "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0, 0.0, 0.0]}),
+                                 "activation_sparsity_pattern": [0.8, 0.4, 0.0, 0.0, 0.0, 0.0]}),
     "llama4": ("llama4_text", {**_GROUPED, **_HEAD_DIM, "attention_chunk_size": WINDOW, "no_rope_layer_interval": 3,
                                "num_local_experts": 6, "moe_layers": [1, 2, 4], "intermediate_size_mlp": 40,
                                "attn_scale": 0.3, "floor_scale": 4}),

@@ -126,6 +126,11 @@ def test_models_without_gated_mlps_and_groups_that_do_not_fit_are_refused() -> N
             split_mlps(runner, wrong)
 
 
+def test_gates_that_are_cut_off_are_refused() -> None:
+    with pytest.raises(Unsupported, match="gates are cut off"):
+        split_mlps(packed(tiny("gemma3n")), neurons())
+
+
 def test_an_mlp_that_does_more_than_to_gate_is_refused() -> None:
     model = tiny("llama").__class__(tiny("llama").config).double().eval()
     own = model.model.layers[2].mlp

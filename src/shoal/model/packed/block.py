@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm, rms_norm, scaled_dot_product_attention
 
+from shoal.model.layers.alternating import HALVED, cut_off
 from shoal.model.layers.differential import Differential, paired
 from shoal.model.layers.mixer import Mixer
 from shoal.model.packed.linear import ACTIVATIONS, Linear
@@ -127,8 +128,37 @@ def mlp(
     return _norm(out, layer.mlp_out_norm, shape.eps) * (shape.residual_scale * shape.out_scales[2])
 
 
-def ended(x: Tensor, layer: Layer, dtype: torch.dtype, inputs: Tensor | None) -> Tensor:
-    """The states that leave a layer, from those after its feed-forward and the layer's inputs [T, size], or None."""
+def entered(x: Tensor, layer: Layer, shape: Shape) -> tuple[Tensor, Tensor | None]:
+    """The states [T, hidden] that a layer computes on, and the streams [T, S, hidden] predicted after it, or None.
+
+    Args:
+        x: the states between layers, [T, line].
+    """
+    if layer.alternating is None:
+        return x, None
+    predicted = layer.alternating.predicted(x.unflatten(1, (-1, shape.hidden)))
+    return predicted[:, layer.alternating.active], predicted
+
+
+def joined(x: Tensor, read: Tensor, layer: Layer, shape: Shape, dtype: torch.dtype) -> Tensor:
+    """The states `x` after attention and the residual beside it, which reads what attention reads, normalised."""
+    if layer.beside is None:
+        return x
+    return (x + layer.beside(_norm(read, layer.attention_norm, shape.eps), dtype)) * HALVED
+
+
+def ended(x: Tensor, layer: Layer, dtype: torch.dtype, inputs: Tensor | None, predicted: Tensor | None) -> Tensor:
+    """The states [T, line] that leave a layer, from those after its feed-forward.
+
+    Args:
+        inputs: the layer's own, [T, size], or None.
+        predicted: of `entered`.
+    """
+    if layer.alternating is not None and layer.input is not None:
+        assert inputs is not None and predicted is not None
+        streams = layer.alternating.corrected(predicted, x)
+        added = layer.input(layer.alternating.read(streams), inputs, dtype)
+        return torch.cat([streams[:, :1], streams[:, 1:] + added[:, None]], 1).flatten(1)
     if layer.input is not None:
         assert inputs is not None
         x = x + layer.input(x, inputs, dtype)
@@ -143,6 +173,8 @@ def gated(normed: Tensor, layer: Layer, shape: Shape) -> Tensor:
     gate, up = neurons.chunk(2, dim=-1)
     if shape.gate_scale != 1.0:
         gate = gate * shape.gate_scale
+    if layer.cutoff is not None:
+        gate = cut_off(gate, layer.cutoff)
     return applied(layer.down, ACTIVATIONS[shape.activation](gate) * up, layer.down_bias)
 
 

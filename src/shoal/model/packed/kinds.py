@@ -194,6 +194,7 @@ LLAMA: Mapping[str, ModelKind] = MappingProxyType({
     **dict.fromkeys(("olmo2", "olmo3", "exaone4"), _same(_AFTER)),
     "glm4": _same(Norms(attention_out="post_self_attn_layernorm", mlp_out="post_mlp_layernorm")),
     **dict.fromkeys(("minicpm3", "youtu"), _LATENT),
+    "gemma3n_text": replace(_same(_SANDWICH), value_norms=True),
     **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), replace(_same(_SANDWICH), value_norms=True,
                                                                      layer_scales=True)),
 })

@@ -36,7 +36,7 @@ _MOVING_ROPE = ("dynamic", "longrope")
 _HUNYUAN = ("hunyuan_v1_dense", "hunyuan_v1_moe")
 _GEMMA = ("gemma", "gemma2", "gemma3_text")
 _GEMMA4 = ("gemma4_text", "gemma4_unified_text")
-_GEMMA_SCALED = (*_GEMMA, *_GEMMA4)
+_GEMMA_SCALED = (*_GEMMA, *_GEMMA4, "gemma3n_text")
 """Model types whose embeddings are multiplied by the root of their size."""
 _INTERLEAVED = ("glm", "glm4", "helium", "ernie4_5", "ernie4_5_moe", "cohere", "cohere2", "gptj", "codegen",
                 "llama4_text")
@@ -66,6 +66,23 @@ class HeadSizes:
     head_dim: int
     rotary_dim: int
     own_values: bool = True
+
+
+@dataclass(frozen=True)
+class StreamSizes:
+    """Streams of states, and what stands beside them, see `shoal.model.layers.alternating`.
+
+    Attributes:
+        count: streams per token.
+        active: the one that layers compute on.
+        scaled: whether layers scale what their own inputs read of it.
+        rank: of the residual connection beside attention.
+    """
+
+    count: int
+    active: int
+    scaled: bool
+    rank: int
 
 
 @dataclass(frozen=True)
@@ -122,6 +139,9 @@ class Shape:
             step and the first; or None. Of queries that are not rotated, with a first of 1 (Llama 4, arXiv 2501.19399),
             or of all, with a first of 0 (Ministral 3).
         layer_input: numbers of a token's input to each layer, see `shoal.model.layers.layer_inputs`; 0: there is none.
+        streams: the streams of states, where a token has several, side by side; None for one.
+        cutoffs: per layer, how many standard deviations above their mean gates must be, see `cut_off`, or None; empty
+            if no layer cuts them off.
     """
 
     hidden: int
@@ -174,6 +194,13 @@ class Shape:
     layer_input: int = 0
     unit_heads: bool = False
     warmth: tuple[float, float, float] | None = None
+    streams: StreamSizes | None = None
+    cutoffs: tuple[float | None, ...] = ()
+
+    @property
+    def line(self) -> int:
+        """Numbers of a token's states between layers."""
+        return self.hidden * (1 if self.streams is None else self.streams.count)
 
     def heads_of(self, layer: int) -> HeadSizes:
         """Sizes of a layer's attention."""
@@ -239,7 +266,8 @@ class Shape:
         whole = whole and not self.layer_norms and not self.sources and self.kept is None and self.latent is None
         whole = whole and not self.rotates_first and self.activation in ("silu", "gelu_tanh")
         whole = whole and not (self.sizes or self.value_norms or self.layer_scales or self.layer_input)
-        whole = whole and not (self.unit_heads or self.warmth or any(isinstance(one, Chunk) for one in self.windows))
+        whole = whole and not (self.unit_heads or self.warmth or self.streams or self.cutoffs)
+        whole = whole and not any(isinstance(one, Chunk) for one in self.windows)
         return whole and not self.gate_rows and self.gate_scale == 1.0 and self.out_scales == (1.0, 1.0, 1.0)
 
     @property
@@ -346,6 +374,8 @@ def shape_of(config: Any, dtype: torch.dtype = torch.float64) -> Shape:
         return replace(shape, warmth=_ministral3(text))
     if text.model_type in _GEMMA4:
         return replace(shape, **_gemma4(text, shape))
+    if text.model_type == "gemma3n_text":
+        return replace(shape, **_gemma3n(text, shape))
     return replace(shape, **_special(text, shape)) if text.model_type in HYBRIDS else shape
 
 
@@ -405,6 +435,19 @@ def _gemma4(text: Any, shape: Shape) -> dict[str, Any]:
     ffns = tuple(width * (1 if shape.source(i) is None else wide) for i, width in enumerate(shape.ffns))
     return {"sizes": sizes, "kv_heads": min(one.kv_heads for one in sizes), "attention_scale": 1.0, "ffns": ffns,
             "head_dim": max(one.head_dim for one in sizes), "rotary_dim": max(one.rotary_dim for one in sizes)}
+
+
+def _gemma3n(text: Any, shape: Shape) -> dict[str, Any]:
+    """What sets Gemma 3n's numbers apart."""
+    if not shape.layer_input:
+        raise _misfit(text, "its layers have no inputs of their own (hidden_size_per_layer_input)")
+    normal, shares = torch.distributions.Normal(0, 1), text.activation_sparsity_pattern  # in float32, as its modules
+    cutoffs = tuple(normal.icdf(torch.tensor(share, dtype=torch.float32)).item() if share > 0 else None
+                    for share in shares)
+    streams = StreamSizes(text.altup_num_inputs, text.altup_active_idx, text.altup_correct_scale, text.laurel_rank)
+    sizes = HeadSizes(shape.kv_heads, shape.head_dim, shape.rotary_dim)
+    return {"attention_scale": 1.0, "sizes": (sizes,) * shape.num_layers, "streams": streams,
+            "cutoffs": cutoffs if any(one is not None for one in cutoffs) else ()}
 
 
 def _ministral3(text: Any) -> tuple[float, float, float]:

@@ -264,6 +264,50 @@ static void finish_gated(const Worker *w, const Chosen *c, const float *bias, in
         }
 }
 
+/* Gates and ups as they are, where gates are to be cut off. */
+static void finish_sides(const Worker *w, const Chosen *c, const float *bias, int block, int count, void *to) {
+    const Run *r = w->run;
+    const int ffn = *(const int *)to;
+    for (int i = 0; i < c->count; i++)
+        for (int b = 0; b < count; b += 2) {
+            const int64_t row = (block + b) / 2 * LANES, at = c->token[i] * r->hidden_line + row;
+            vf_store(r->hidden + at, vf_mul(result(w, c, bias, (int)row, ffn, b, i), vf_all(r->m->gate_scale)));
+            vf_store(r->ups + at, result(w, c, bias ? bias + ffn : NULL, (int)row, ffn, b + 1, i));
+        }
+}
+
+/* Their mean plus so many standard deviations. */
+static float cutoff_of(const float *gates, int count, float deviations) {
+    Vf sum = vf_zero(), squares = vf_zero();
+    for (int k = 0; k < count; k += LANES) sum = vf_add(sum, vf_load_some(head_mask(count - k), gates + k));
+    const float mean = vf_sum(sum) / (float)count;
+    float means[LANES] ALIGNED;
+    vf_store(means, vf_all(mean));
+    for (int k = 0; k < count; k += LANES) {
+        const Mask mask = head_mask(count - k); /* beyond the last gate there is nothing to be off */
+        const Vf off = vf_sub(vf_load_some(mask, gates + k), vf_load_some(mask, means));
+        squares = vf_fma(off, off, squares);
+    }
+    return mean + sqrtf(vf_sum(squares) / (float)count) * deviations;
+}
+
+/* Activations of gates less where they are cut off, times the ups, in their place. Of few tokens each thread has some neurons. */
+static void cut_gates(Worker *w, const ShoalLayer *layer, const Chosen *c) {
+    const Run *r = w->run;
+    const int ffn = layer->down.cols, blocks = (ffn + LANES - 1) / LANES, whole = c->count >= TOGETHER;
+    const int from = whole ? 0 : share(blocks, w->id, w->threads) * LANES, to = whole ? blocks * LANES : share(blocks, w->id + 1, w->threads) * LANES;
+    for (int i = whole ? share(c->count, w->id, w->threads) : 0, last = whole ? share(c->count, w->id + 1, w->threads) : c->count; i < last; i++) {
+        const float *gates = r->hidden + c->token[i] * r->hidden_line;
+        float *ups = r->ups + c->token[i] * r->hidden_line;
+        const Vf cut = vf_all(cutoff_of(gates, ffn, layer->cutoff));
+        for (int k = from; k < to; k += LANES) {
+            const Vf gate = vf_max(vf_sub(vf_load(gates + k), cut), vf_zero());
+            vf_store(ups + k, vf_mul(activated(r->m->activation, gate), vf_load(ups + k)));
+        }
+    }
+    meet(&w->run->team, w->id);
+}
+
 static void finish_logits(const Worker *w, const Chosen *c, const float *bias, int block, int count, void *to) {
     const ShoalModel *m = w->run->m;
     const Vf scale = vf_all(m->logit_scale);
@@ -380,6 +424,14 @@ static void open_whole(Worker *w, const ShoalLayer *layer, const Chosen *c) {
     const Run *r = w->run;
     prepare_together(w, layer->gate_up, lines_read(r, norm_after(layer), c->token, c->count));
     Neurons all = {.ffn = layer->down.cols, .line = r->hidden_line};
+    if (layer->cuts) {
+        if (layer->gate_up->paired) multiply_all(w, layer->gate_up, c, layer->gate_up_bias, finish_sides, &all.ffn);
+        else multiply_both(w, layer->gate_up, c, layer->gate_up_bias, finish_sides, &all.ffn);
+        meet(&w->run->team, w->id);
+        cut_gates(w, layer, c);
+        prepare_together(w, &layer->down, (Lines){.x = r->ups, .step = r->hidden_line, .tokens = c->token, .count = c->count});
+        return;
+    }
     if (layer->gate_up->paired) multiply_all(w, layer->gate_up, c, layer->gate_up_bias, finish_gated, &all);
     else if (!layer->gate_up[1].rows) multiply_all(w, layer->gate_up, c, layer->gate_up_bias, finish_plain, &all);
     else multiply_both(w, layer->gate_up, c, layer->gate_up_bias, finish_gated, &all);
