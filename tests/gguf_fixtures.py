@@ -197,6 +197,10 @@ _CLASSICS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Architectures with other norms, MLPs, residuals or positions than Llama, and what is near; one layer each."""
 _LAYERWISE: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3n": ("gemma3n", {
+        **_PAIR, "hidden_size": 32, "intermediate_size": 512, "head_dim": 32, "hidden_size_per_layer_input": 256,
+        "laurel_rank": 64, "num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.95] * 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2}),
     "gemma4": ("gemma4", {**_PAIR, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
                           "global_head_dim": 64, "layer_types": ["sliding_attention", "full_attention"]}),
     "gemma4-small": ("gemma4_small", {**_PAIR, "head_dim": 32, "global_head_dim": 64,
@@ -208,7 +212,8 @@ _LAYERWISE: dict[str, tuple[str, dict[str, Any]]] = {
                           "attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1, "moe_layers": [1, 3],
                           "interleave_moe_layer_step": 2, "tie_word_embeddings": True}),
 }
-"""The same of those whose layers differ; llama.cpp knows Llama 4's own chunks and layers alone."""
+"""The same of those whose layers differ; llama.cpp knows Llama 4's own chunks and layers alone, and of Gemma 3n the
+published sizes beside the streams, gates that are cut off in the first ten layers, and keys of others after twenty."""
 LATENT = ("deepseek_v2", "deepseek_v3", "kimi_linear")
 """Families with experts and latent attention."""
 
@@ -282,7 +287,8 @@ class MadeHybrid(InFolder):
         wide, count = self.kind == "Q4_K_M", len(words_of("llama")["tokenizer.ggml.tokens"])
         sizes = _BROAD if wide else _SMALL
         width = sizes["intermediate_size"]
-        own: dict[str, Any] = {"vocab_size_per_layer_input": count} if family == "gemma4_small" else {}
+        spoken = family in ("gemma4_small", "gemma3n")
+        own: dict[str, Any] = {"vocab_size_per_layer_input": count} if spoken else {}
         own |= {"moe_intermediate_size": width} if family == "gemma4_moe" else {}
         own |= {"intermediate_size_mlp": width} if family == "llama4" else {}
         layers = {"gemma4": 2, "gemma4_moe": 2}.get(family, 4)
@@ -326,7 +332,7 @@ class MadeHybrid(InFolder):
 HYBRIDS = [MadeHybrid(architecture, kind) for architecture in (*_HYBRIDS, *_MIXTURES) for kind in ("F16", "Q4_K_M")]
 HYBRIDS += [MadeHybrid("gemma4", "F16"), MadeHybrid("gemma4-moe", "Q8_0")]
 HYBRIDS += [MadeHybrid(architecture, kind) for architecture in ("gemma4-small", "llama4") for kind in ("F16", "Q4_K_M")]
-HYBRIDS.append(MadeHybrid("gpt-oss", "MXFP4_MOE"))
+HYBRIDS += [MadeHybrid("gpt-oss", "MXFP4_MOE"), MadeHybrid("gemma3n", "F16")]
 BESIDE_OF = MadeHybrid("qwen35-mtp", "F16")
 BESIDE = FOLDER / "beside" / "mtp-qwen35-F16.gguf"
 """A file with that one's layer for further tokens alone, which lies beside a model."""
@@ -341,7 +347,11 @@ def _drawn(name: str, parameter: Tensor, generator: torch.Generator) -> Tensor:
     """Values of a hybrid's parameter."""
     if name.endswith("A_log"):
         return torch.rand(parameter.shape, generator=generator, dtype=torch.float64) * 2
-    if name.endswith(("router.scale", "per_expert_scale")):
+    if name.endswith("modality_router.weight"):  # whose inputs are divided by their number
+        return parameter.shape[1] ** 0.5 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    if name.endswith("_coefs.weight"):  # small, or rounding grows from layer to layer
+        return 0.1 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    if name.endswith(("router.scale", "per_expert_scale", "correct_output_scale")):
         return 1 + 0.1 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
     # so that rounding changes no choice
     if re.search(r"\.(gate|router|router\.proj|shared_expert_gate)\.weight$", name):

@@ -69,6 +69,16 @@ class Metadata:
             raise self._wrong(key, found, "a positive number")
         return float(found)
 
+    def numbers(self, key: str, count: int) -> list[float] | None:
+        """So many numbers, which may be infinite; None if the entry is absent."""
+        found = self._entry(key)
+        if found is None:
+            return None
+        if not isinstance(found, memoryview) or found.format not in ("f", "d") or len(found) != count or any(
+                one != one for one in found):
+            raise self._wrong(key, found, f"{count} floating-point numbers")
+        return list(found)
+
     def text(self, key: str, default: str | None = None) -> str:
         """A string."""
         found = self._entry(key, default)

@@ -24,16 +24,16 @@ Own = Callable[[GgufFile, Metadata, Fields], Fields]
 
 GATE, UP, DOWN, FUSED = (f"ffn_{part}_exps.weight" for part in ("gate", "up", "down", "gate_up"))
 _ROUTER = "ffn_gate_inp.weight"
-_NUMBER = re.compile(r"(^|\.)(experts|[kv]_b_proj)\.(\d+)\.")
+_NUMBER = re.compile(r"(^|\.)(experts|[kv]_b_proj|altup_projections|altup_unembed_projections)\.(\d+)\.")
 
 
 def unnumbered(name: str) -> str:
-    """A tensor's name with # in place of the number of an expert, or of a head of latent attention."""
+    """A tensor's name with # in place of the number of an expert, a head of latent attention, or a stream."""
     return _NUMBER.sub(r"\1\2.#.", name)
 
 
 def expert_of(name: str) -> int | None:
-    """The number of the expert, or head, that a tensor belongs to; None if it belongs to none."""
+    """The number of the expert, head or stream that a tensor belongs to; None if it belongs to none."""
     found = _NUMBER.search(name)
     return None if found is None else int(found[3])
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from shoal.errors import Unsupported
+from shoal.model.config import shared_sources
 from shoal.model.gguf.blocks import PLAIN, Blocks
 from shoal.model.gguf.classics import head_norm, in_modules
 from shoal.model.gguf.config import family_of
@@ -40,6 +41,8 @@ ASIDE = re.compile(r"(^|\.)rope_(freqs|factors_long|factors_short)\.weight$")
 """Tensors that only the rotary embedding reads."""
 _STACKED = re.compile(r"(.+\.layers\.\d+\.)((?:.+\.)?experts\.)(gate_up_proj|up_proj|down_proj)")
 """The tensors of transformers' modules that have the matrices of all experts."""
+_MATRICES = ("_exps.weight", "attn_k_b.weight", "attn_v_b.weight", "altup_proj.weight", "altup_unembd_proj.weight")
+"""What the names of tensors that are several matrices end with."""
 CONV = "self_attn.conv1d.weight"
 """The convolution of Kimi Linear, which files have in parts."""
 _TURNED = "mlp.experts.gate_up_proj_bias"
@@ -51,8 +54,8 @@ _KEY_HEADS = {"in_proj_b": 0, "in_proj_a": 1}
 
 def gguf_name(name: str, family: Family) -> str | None:
     """The name in GGUF files of the tensor that transformers calls `name`; None if there is none."""
-    if name in family.ends:
-        return family.ends[name]
+    if unnumbered(name) in family.ends:
+        return family.ends[unnumbered(name)]
     found = _LAYER.fullmatch(name)
     if found is None:
         return None
@@ -202,7 +205,7 @@ class GgufSource(Source):
         found = [(info.type, (info.shape[0], info.shape[1])) for info in self._file.header.tensors.values()
                  if len(info.shape) == 2]
         for info in self._file.header.tensors.values():
-            if len(info.shape) == 3 and info.name.endswith(("_exps.weight", "attn_k_b.weight", "attn_v_b.weight")):
+            if len(info.shape) == 3 and info.name.endswith(_MATRICES):
                 found += [(info.type, (info.shape[1], info.shape[2]))] * info.shape[0]
         return found
 
@@ -210,6 +213,8 @@ class GgufSource(Source):
         """Tensors of the file, by its names, that are neither in `known` (transformers' names) nor read otherwise."""
         places = {self._place(part) for name in known for part in self.parts(name)} | set(map(self._place, known))
         further = tuple(f"blk.{layer}." for layer in self._further())
+        reading = (layer for layer, source in enumerate(shared_sources(self._config)) if source is not None)
+        further += tuple(f"blk.{layer}.attn_{part}" for layer in reading for part in ("k.", "v.", "k_norm."))
         return [place for place in self._file.header.tensors
                 if place not in places and not ASIDE.search(place) and not place.startswith(further)]
 
