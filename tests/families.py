@@ -79,6 +79,8 @@ RELATIVES: dict[str, tuple[str, dict[str, Any]]] = {
     "internlm3": ("internlm3", {**_GROUPED, **_HEAD_DIM, "attention_bias": True, "mlp_bias": True}),
     "cwm": ("cwm", {**_GROUPED, **_HEAD_DIM, "sliding_window": WINDOW, "bos_token_id": 1}),
     "arcee": ("arcee", _GROUPED),
+    "apertus": ("apertus", _GROUPED),
+    "bitnet": ("bitnet", _GROUPED),
     "hyperclovax": ("hyperclovax", {**_GROUPED, "residual_multiplier": 0.7, "logits_scaling": 1.5,
                                     "embedding_multiplier": 3.0, "attention_multiplier": 0.4}),
     "ministral3": ("ministral3", {**_GROUPED, **_HEAD_DIM, "rope_parameters": {

@@ -179,6 +179,9 @@ _CLASSICS: dict[str, tuple[str, dict[str, Any]]] = {
     "hunyuan-dense": ("hunyuan_v1_dense", {"tie_word_embeddings": True}),
     "hunyuan-moe": ("hunyuan_v1_moe", {"num_experts": 3, "moe_topk": 2, "tie_word_embeddings": True}),
     "arcee": ("arcee", {"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True}),
+    "apertus": ("apertus", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0,
+                                                "original_max_position_embeddings": 64, "low_freq_factor": 1.0,
+                                                "high_freq_factor": 4.0}}),
     "mistral3": ("ministral3", {"tie_word_embeddings": True, "rope_parameters": {
         "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 8,
         "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}}),
@@ -238,7 +241,7 @@ def _classic(architecture: str, hidden: int) -> Any:
         del usual["num_key_value_heads"]
     if family not in ("ernie4_5_moe", "dots1", "afmoe"):
         del usual["moe_intermediate_size"]
-    layers = {"cohere2": 4, "ernie4_5-moe": 2, "dots1": 2, "afmoe": 4}.get(architecture, 1)
+    layers = {"cohere2": 4, "ernie4_5-moe": 2, "dots1": 2, "afmoe": 4, "apertus": 2}.get(architecture, 1)
     sizes = {**by_name.get(family, usual), **more, "vocab_size": count}
     return tiny(family, dtype=torch.float32, layers=layers, **sizes)
 

@@ -97,6 +97,8 @@ class GgufSource(Source):
 
     @override
     def has(self, name: str) -> bool:
+        if self._number(name) is not None:
+            return True
         one = head_norm(name)
         if one is not None:
             return self.has(one[0]) and one[1] < self._info(one[0]).shape[0]
@@ -104,6 +106,8 @@ class GgufSource(Source):
 
     def __getitem__(self, name: str) -> Tensor:
         """The tensor, in its dtype if that is floating point, else dequantised to float32; may be a read-only view."""
+        if (number := self._number(name)) is not None:
+            return number
         if name.endswith(CONV):
             return torch.cat([self[part] for part in self.parts(name)])
         info = self._info(name)
@@ -124,6 +128,8 @@ class GgufSource(Source):
 
     def of_modules(self, name: str) -> Tensor | None:
         """The tensor as transformers' modules have it, dequantised; None if the file lacks it."""
+        if (number := self._number(name)) is not None:
+            return number.view(1) if "alpha" in name else number
         one, parts = head_norm(name), self.parts(name)
         if one is not None:
             return self[one[0]][one[1]] if self.has(name) else None
@@ -231,6 +237,14 @@ class GgufSource(Source):
     def release(self) -> None:
         """Give back the memory of the pages that were read so far."""
         self._file.release()
+
+    def _number(self, name: str) -> Tensor | None:
+        """A tensor of one number that the metadata have; None if it is none of these."""
+        found = _LAYER.fullmatch(name)
+        if found is None or found[2] not in self._family.numbers:
+            return None
+        each = Metadata(self._file.header).numbers(self._family.numbers[found[2]], self._config.num_hidden_layers)
+        return None if each is None else torch.tensor(each[int(found[1])])
 
     def _info(self, name: str) -> TensorInfo:
         place = self._place(name)

@@ -39,7 +39,8 @@ def attention(
         mixed = layer.latent.opened(mixed)
     if gate is not None:
         mixed = mixed * torch.sigmoid(gate)
-    out = applied(layer.out, mixed.reshape(len(x), -1), layer.out_bias).to(x.dtype)
+    mixed = _sub_norm(mixed.reshape(len(x), -1), layer.out_sub_norm, shape.eps)
+    out = applied(layer.out, mixed, layer.out_bias).to(x.dtype)
     return _norm(out, layer.attention_out_norm, shape.eps) * (shape.residual_scale * shape.out_scales[0])
 
 
@@ -169,13 +170,15 @@ def gated(normed: Tensor, layer: Layer, shape: Shape) -> Tensor:
     """The MLP on normed inputs [T, hidden]; where there is no gate, the activation is of `up` alone."""
     neurons = applied(layer.gate_up, normed, layer.gate_up_bias)
     if layer.gate_up.rows == layer.down.columns:
-        return applied(layer.down, ACTIVATIONS[shape.activation](neurons), layer.down_bias)
+        activation = layer.curve or ACTIVATIONS[shape.activation]
+        return applied(layer.down, _sub_norm(activation(neurons), layer.down_sub_norm, shape.eps), layer.down_bias)
     gate, up = neurons.chunk(2, dim=-1)
     if shape.gate_scale != 1.0:
         gate = gate * shape.gate_scale
     if layer.cutoff is not None:
         gate = cut_off(gate, layer.cutoff)
-    return applied(layer.down, ACTIVATIONS[shape.activation](gate) * up, layer.down_bias)
+    opened = _sub_norm(ACTIVATIONS[shape.activation](gate) * up, layer.down_sub_norm, shape.eps)
+    return applied(layer.down, opened, layer.down_bias)
 
 
 def scaled_attention(
@@ -284,6 +287,11 @@ def _norm(x: Tensor, weight: Tensor | None, eps: float, bias: Tensor | None = No
     if weight is None:
         return x
     return rms_norm(x, weight.shape, weight, eps) if bias is None else layer_norm(x, weight.shape, weight, bias, eps)
+
+
+def _sub_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """Inputs [T, columns] of a sublayer's last matrix, normalised in the weight's dtype where they are."""
+    return x if weight is None else _norm(x.to(weight.dtype), weight, eps).to(x.dtype)
 
 
 def norm_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:

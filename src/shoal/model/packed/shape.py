@@ -50,7 +50,7 @@ _BY_FUNCTION = ("linear", "llama3", "yarn")
 _PLAIN = LayerKind()
 _EPS = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon")
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
-                "gelu_fast": "gelu_tanh", "gelu": "gelu", "relu": "relu", "relu2": "relu2"}
+                "gelu_fast": "gelu_tanh", "gelu": "gelu", "relu": "relu", "relu2": "relu2", "xielu": "xielu"}
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,8 @@ class Shape:
         eps: epsilon of the norms.
         attention_scale: factor of q·k.
         residual_scale, embedding_scale, logit_scale: factors of sublayer outputs, embeddings and logits.
-        activation: activation of the gate, or of an MLP without one, a key of `ACTIVATIONS`.
+        activation: activation of the gate, or of an MLP without one, a key of `ACTIVATIONS`, or "xielu", whose numbers
+            each layer has.
         windows: sliding window per layer in positions, or None.
         rotary: per layer, the number of the table in `RotaryTable` that rotates q and k, or None.
         tied: whether the LM head is the embedding.
@@ -142,6 +143,7 @@ class Shape:
         streams: the streams of states, where a token has several, side by side; None for one.
         cutoffs: per layer, how many standard deviations above their mean gates must be, see `cut_off`, or None; empty
             if no layer cuts them off.
+        sub_norms: whether the inputs of the output projections of attention and of the MLP are normalised (BitNet).
     """
 
     hidden: int
@@ -196,6 +198,7 @@ class Shape:
     warmth: tuple[float, float, float] | None = None
     streams: StreamSizes | None = None
     cutoffs: tuple[float | None, ...] = ()
+    sub_norms: bool = False
 
     @property
     def line(self) -> int:
@@ -266,7 +269,7 @@ class Shape:
         whole = whole and not self.layer_norms and not self.sources and self.kept is None and self.latent is None
         whole = whole and not self.rotates_first and self.activation in ("silu", "gelu_tanh")
         whole = whole and not (self.sizes or self.value_norms or self.layer_scales or self.layer_input)
-        whole = whole and not (self.unit_heads or self.warmth or self.streams or self.cutoffs)
+        whole = whole and not (self.unit_heads or self.warmth or self.streams or self.cutoffs or self.sub_norms)
         whole = whole and not any(isinstance(one, Chunk) for one in self.windows)
         return whole and not self.gate_rows and self.gate_scale == 1.0 and self.out_scales == (1.0, 1.0, 1.0)
 
@@ -365,6 +368,7 @@ def shape_of(config: Any, dtype: torch.dtype = torch.float64) -> Shape:
         head_norm_parts=getattr(text, "head_norm_parts", ()),
         value_norms=MODELS[text.model_type].value_norms,
         layer_scales=MODELS[text.model_type].layer_scales,
+        sub_norms=MODELS[text.model_type].sub_norms,
         layer_input=int(getattr(text, "hidden_size_per_layer_input", None) or 0),
     )
     if text.model_type == "llama4_text":

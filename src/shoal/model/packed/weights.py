@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from shoal.errors import Unsupported
 from shoal.heap import give_back
@@ -26,6 +27,7 @@ from shoal.model.layers.latent import LatentAttention, LatentSizes
 from shoal.model.layers.layer_inputs import LayerInput, LayerInputs
 from shoal.model.layers.mamba import SelectiveScan
 from shoal.model.layers.mixer import Mixer
+from shoal.model.layers.xielu import Xielu
 from shoal.model.modules import leftovers, refuse
 from shoal.model.packed.classics import viewed
 from shoal.model.packed.experts import ExpertNames, ExpertShape
@@ -43,7 +45,7 @@ _MLP_BIAS = ("llama", "granite", "smollm3", "seed_oss", "helium", "bamba", "falc
 _HEAD_NORMS = ("qwen3", "gemma3_text", "olmo2", "olmo3", "exaone4", "qwen3_5_text", "lfm2", "olmo_hybrid", "qwen3_moe",
                "olmoe", "qwen3_next", "qwen3_5_moe_text", "lfm2_moe", "lfm3", "gemma4_text", "hunyuan_v1_dense",
                "hunyuan_v1_moe", "gemma4_unified_text", "minimax_m2", "dots1", "exaone_moe", "hy_v3", "flex_olmo",
-               "afmoe", "gemma3n_text")
+               "afmoe", "gemma3n_text", "apertus")
 _FUSED = ("phi3", "glm", "glm4", "granitemoehybrid", "phi4flash")
 _FUSED_QKV = ("phi3", "gpt2", "gpt_bigcode", "gpt_neox", "falcon", "persimmon", "bloom", "mpt", "codegen")
 """Model types whose modules have q, k and v as one matrix."""
@@ -51,6 +53,8 @@ _QKV, _SINKS = ("q_proj", "k_proj", "v_proj"), "sinks"
 _TABLE, _PROJECT, _PROJECT_NORM = "embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm"
 _INPUT_GATE, _INPUT_OUT, _INPUT_NORM = "per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"
 _LAYER_SCALE = "layer_scalar"
+_ATTENTION_SUB_NORM, _MLP_SUB_NORM = "attn_sub_norm.weight", "ffn_sub_norm.weight"
+_CURVE = tuple(f"act_fn.{part}" for part in ("alpha_p", "alpha_n", "beta", "eps"))
 _SPREAD, _GATHER = "altup_projections", "altup_unembed_projections"
 _ROUTER, _ROUTER_NORM = "altup.modality_router.weight", "altup.router_norm.weight"
 _PREDICT, _CORRECT = "altup.prediction_coefs.weight", "altup.correction_coefs.weight"
@@ -156,8 +160,11 @@ def _block(text: Any, shape: Shape, layer: int) -> Iterator[Forms]:
         yield _one(f"{mlp}{names.gate_up[1]}.weight")
     if kind.attends:
         yield _one(f"{attention}{names.out}.weight")
+    if shape.sub_norms:
+        yield from (_one(attention + _ATTENTION_SUB_NORM), _one(mlp + _MLP_SUB_NORM))
     if kind.has_mlp:
         yield _one(f"{mlp}{names.down}.weight")
+        yield from (_one(mlp + name) for name in _CURVE if shape.activation == "xielu")
     yield from (forms for norm in astuple(kind.norms) if norm is not None for forms in _norm_tensors(norm, shape))
     if "gated_memory" in kind.mixers:
         yield from (_one(names.mixer + name) for name in memory_sizes(text))
@@ -297,6 +304,8 @@ class Layer:
         alternating: what the layer does with several streams of states, or None.
         beside: what joins the states after attention, on the same normed inputs, or None.
         cutoff: see `Shape.cutoffs`.
+        curve: the activation, where it has numbers of its own, or None.
+        out_sub_norm, down_sub_norm: of the inputs of `out` and `down`, as many as these have columns, or None.
     """
 
     qkv: Linear = field(default_factory=_nothing)
@@ -330,6 +339,9 @@ class Layer:
     alternating: Alternating | None = None
     beside: LowRank[Linear] | None = None
     cutoff: float | None = None
+    curve: Xielu | None = None
+    out_sub_norm: Tensor | None = None
+    down_sub_norm: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -545,6 +557,8 @@ class Packer:
         whole = self._optional(f"{name}{shape.names.qkv}.bias", sum(qkv.values()))
         layer.qkv_bias = self._joined_bias(qkv, bare=apart) if whole is None else whole
         layer.out_bias = self._optional(f"{name}{shape.names.out}.bias", shape.hidden)
+        if shape.sub_norms:
+            layer.out_sub_norm = self.vector(name + _ATTENTION_SUB_NORM, query)
         if shape.sinks:
             layer.sinks = self.vector(name + _SINKS, shape.heads)
 
@@ -597,6 +611,15 @@ class Packer:
         layer.down = self.pack({f"{name}{names.down}.weight": hidden}, ffn, "matrix")
         layer.gate_up_bias = self._joined_bias(gate_up)
         layer.down_bias = self._optional(f"{name}{names.down}.bias", hidden)
+        if self._shape.sub_norms:
+            layer.down_sub_norm = self.vector(name + _MLP_SUB_NORM, ffn)
+        if self._shape.activation == "xielu":
+            above, below, slope, eps = (self._number(name + part) for part in _CURVE)
+            layer.curve = Xielu(softplus(above).item(), (slope + softplus(below)).item(), slope.item(), eps.item())
+
+    def _number(self, name: str) -> Tensor:
+        """A tensor of one number, in whatever shape a checkpoint has it."""
+        return self.vector(name, *([1] * self._source[name].dim() if self._source.has(name) else [])).view(())
 
     def _experts(self, layer: str, shape: ExpertShape, beside: bool) -> Mixture[Linear]:
         """The experts of a layer; the gate of the MLP beside them is a further row of the router."""

@@ -218,6 +218,7 @@ typedef struct {
     int ffn;
     int64_t first, line;
     float limit, alpha; /* of a clamped unit, see ShoalExperts */
+    const float *curve; /* of a layer, see there; or NULL */
     const float *factors; /* of what each line reads; or NULL */
 } Neurons;
 
@@ -236,6 +237,13 @@ INLINE Vf activated(int activation, Vf x) {
     return activation == ACTIVATION_RELU ? above : vf_mul(above, above);
 }
 
+/* xIELU; shoal/model/layers/xielu.py has the formula and the source. Between eps and 0 the exponential less x is that of eps, too. */
+INLINE Vf xielu(const float *curve, Vf x) {
+    const Vf above = vf_max(x, vf_zero()), low = vf_min(x, vf_all(curve[3])), half = tanh_ps(vf_mul(low, vf_all(0.5f)));
+    const Vf less = vf_sub(vf_div(vf_add(half, half), vf_sub(vf_all(1.0f), half)), low); /* e^x - 1 - x, without cancellation */
+    return vf_fma(vf_mul(above, above), vf_all(curve[0]), vf_fma(less, vf_all(curve[1]), vf_mul(x, vf_all(curve[2]))));
+}
+
 /* Of an MLP without a gate. */
 static void finish_plain(const Worker *w, const Chosen *c, const float *bias, int block, int count, void *to) {
     const Run *r = w->run;
@@ -244,7 +252,8 @@ static void finish_plain(const Worker *w, const Chosen *c, const float *bias, in
         for (int b = 0; b < count; b++) {
             const int row = (block + b) * LANES;
             const Vf up = result(w, c, bias, row, at.ffn, b, i);
-            vf_store(r->hidden + at.first + c->token[i] * at.line + row, activated(r->m->activation, up));
+            const Vf out = at.curve ? xielu(at.curve, up) : activated(r->m->activation, up);
+            vf_store(r->hidden + at.first + c->token[i] * at.line + row, out);
         }
 }
 
@@ -405,7 +414,7 @@ static void run_attention(Worker *w, int entry) {
     if (r->b->choices) choose_slots(w, entry, &c, CHOOSES);
     meet(&r->team, w->id);
     if (r->b->choices && w->id == 0) note_choices(r, entry, &c); /* nobody reads the choice before the next layer */
-    Lines mixed = {.x = r->attended, .step = (int64_t)r->m->heads * query_dim(r->m, layer), .count = c.count};
+    Lines mixed = {.x = r->attended, .norm = {layer->out_sub_norm, NULL}, .step = (int64_t)r->m->heads * query_dim(r->m, layer), .count = c.count};
     if (layer->latent) {
         open_latent(w, layer, &c);
         mixed.x = r->opened, mixed.step = r->m->opened;
@@ -423,7 +432,7 @@ static void run_experts(Worker *w, int entry);
 static void open_whole(Worker *w, const ShoalLayer *layer, const Chosen *c) {
     const Run *r = w->run;
     prepare_together(w, layer->gate_up, lines_read(r, norm_after(layer), c->token, c->count));
-    Neurons all = {.ffn = layer->down.cols, .line = r->hidden_line};
+    Neurons all = {.ffn = layer->down.cols, .line = r->hidden_line, .curve = layer->curve};
     if (layer->cuts) {
         if (layer->gate_up->paired) multiply_all(w, layer->gate_up, c, layer->gate_up_bias, finish_sides, &all.ffn);
         else multiply_both(w, layer->gate_up, c, layer->gate_up_bias, finish_sides, &all.ffn);
@@ -436,7 +445,8 @@ static void open_whole(Worker *w, const ShoalLayer *layer, const Chosen *c) {
     else if (!layer->gate_up[1].rows) multiply_all(w, layer->gate_up, c, layer->gate_up_bias, finish_plain, &all);
     else multiply_both(w, layer->gate_up, c, layer->gate_up_bias, finish_gated, &all);
     meet(&w->run->team, w->id);
-    prepare_together(w, &layer->down, (Lines){.x = r->hidden, .step = r->hidden_line, .tokens = c->token, .count = c->count});
+    prepare_together(w, &layer->down, (Lines){.x = r->hidden, .norm = {layer->down_sub_norm, NULL}, .step = r->hidden_line,
+                                              .tokens = c->token, .count = c->count});
 }
 
 /* The whole MLP of a layer. */

@@ -15,7 +15,7 @@ KINDS = (
     "fp32", "bf16", "fp16", "int8", "int4", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "upper", "rough",
     "iq4_nl", "mxfp4", "q4_k", "q5_k", "q6_k", "q2_k", "q3_k", "iq2", "iq1", "iq4_xs", "iq3_s", "iq3_xxs",
 )
-ACTIVATIONS = ("silu", "gelu_tanh", "relu2", "gelu", "relu")
+ACTIVATIONS = ("silu", "gelu_tanh", "relu2", "gelu", "relu", "xielu")
 MAX_TOKENS, MAX_NODES = 256, 64
 LANES = 16
 PANEL_ROWS = 4 * LANES
@@ -96,7 +96,8 @@ class LayerStruct(ctypes.Structure):
         ("warm_first", c_float),
         ("keys_are_values", c_int32), ("scale", c_float), ("input_gate", Weight),
         ("input_out", Weight), ("input_out_norm", c_void_p), ("alternation", POINTER(AlternationStruct)),
-        ("cuts", c_int32), ("cutoff", c_float),
+        ("cuts", c_int32), ("cutoff", c_float), ("curve", c_void_p), ("out_sub_norm", c_void_p),
+        ("down_sub_norm", c_void_p),
     ]
 
 

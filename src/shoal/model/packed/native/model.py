@@ -424,6 +424,7 @@ class NativeModel:
                                  "down_bias", "attention_norm_bias", "mlp_norm_bias"), hidden)
         lengths |= {"q_norm": query if wide else sizes.head_dim, "k_norm": kv if wide else sizes.head_dim,
                     "q_norm_bias": query, "k_norm_bias": kv,
+                    "out_sub_norm": query, "down_sub_norm": ffn,
                     "qkv_bias": qkv, "gate_up_bias": (2 if kind.gated_mlp else 1) * ffn, "sinks": shape.heads}
         for name, length in lengths.items():
             setattr(struct, name, self._vector(name, vars(layer)[name], length))
@@ -437,6 +438,9 @@ class NativeModel:
             struct.input_out_norm = self._vector("the norm of inputs", layer.input.norm, hidden)
         if layer.alternating is not None and layer.beside is not None:
             struct.alternation = ctypes.pointer(self._alternation(layer.alternating, layer.beside))
+        if layer.curve is not None:
+            numbers = torch.tensor([layer.curve.above, layer.curve.below, layer.curve.slope, layer.curve.eps])
+            struct.curve = self._vector("the numbers of the activation", numbers, 4)
         if layer.cutoff is not None:
             struct.cuts, struct.cutoff = 1, layer.cutoff
         if layer.memory_unit is not None and source is not None:

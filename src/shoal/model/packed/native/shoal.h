@@ -12,7 +12,7 @@ enum {
     KIND_IQ4_NL, KIND_MXFP4, KIND_Q4_K, KIND_Q5_K, KIND_Q6_K, KIND_Q2_K, KIND_Q3_K, KIND_IQ2, KIND_IQ1, KIND_IQ4_XS, KIND_IQ3_S, KIND_IQ3_XXS
 };
 enum { DTYPE_FP32, DTYPE_BF16, DTYPE_FP16 };
-enum { ACTIVATION_SILU, ACTIVATION_GELU_TANH, ACTIVATION_RELU2, ACTIVATION_GELU, ACTIVATION_RELU };
+enum { ACTIVATION_SILU, ACTIVATION_GELU_TANH, ACTIVATION_RELU2, ACTIVATION_GELU, ACTIVATION_RELU, ACTIVATION_XIELU };
 enum { RUN_ATTENTION = 1, RUN_MLP = 2, RUN_STORE = 4 }; /* RUN_STORE: of attention keys and values alone */
 
 #define LANES 16      /* output rows of a row block: the fp32 lanes of a vector register */
@@ -146,6 +146,8 @@ typedef struct {
     const ShoalAlternation *alternation; /* of a model with several streams; or NULL */
     int32_t cuts;  /* whether the gates of its MLP are cut off: */
     float cutoff;  /* how many standard deviations above their mean they must be */
+    const float *curve; /* of ACTIVATION_XIELU: shares above and below 0, slope, and eps */
+    const float *out_sub_norm, *down_sub_norm; /* of the inputs of o and down; or NULL */
 } ShoalLayer;
 
 /* How pages of experts are asked for before they are read, see foresight.h, and what came of it. */
