@@ -190,6 +190,10 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
                                       "moe_num_shared_experts": 2, "moe_layer_start_index": 1}),
     "phimoe": ("phimoe", {**_GROUPED, "num_local_experts": 6, "num_experts_per_tok": 2, "router_jitter_noise": 0.2,
                           "attention_bias": True, "lm_head_bias": True}),
+    "cohere2_moe": ("cohere2_moe", {**_GROUPED, **_HEAD_DIM, "num_experts": 6, "num_experts_per_tok": 3,
+                                    "intermediate_size": 16, "num_shared_experts": 2, "sliding_window": WINDOW,
+                                    "sliding_window_pattern": 3, "prefix_dense_intermediate_size": 40,
+                                    "logit_scale": 0.5, "first_k_dense_replace": 1}),
     "minimax_m2": ("minimax_m2", {**_GROUPED, **_HEAD_DIM, "intermediate_size": 16, "num_local_experts": 5,
                                   "num_experts_per_tok": 2, "rope_parameters": {
                                       "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}),

@@ -126,7 +126,7 @@ def mlp(
     if layer.experts is not None:
         out = layer.experts(wide if layer.experts.apart is None else x, dtype, out)
     assert out is not None
-    return _norm(out, layer.mlp_out_norm, shape.eps) * (shape.residual_scale * shape.out_scales[2])
+    return _norm(out, layer.mlp_out_norm, shape.eps) * (shape.residual_scale * shape.out_scales[2] * layer.mlp_scale)
 
 
 def entered(x: Tensor, layer: Layer, shape: Shape) -> tuple[Tensor, Tensor | None]:

@@ -216,6 +216,7 @@ MIXTURES: Mapping[str, ModelKind] = MappingProxyType({
     "hunyuan_v1_moe": ModelKind(names=Names(head_norms=("query_layernorm", "key_layernorm"))),
     "phimoe": ModelKind(layer_norms=True),
     "llama4_text": ModelKind(names=Names(mlp="feed_forward.")),
+    "cohere2_moe": replace(_same(Norms(mlp="input_layernorm")), layer_norms=True, norm_parts=("weight",)),
 })
 """Model types whose layers are attention and experts, or in some layers a gated MLP."""
 

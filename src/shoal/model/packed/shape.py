@@ -39,7 +39,7 @@ _GEMMA4 = ("gemma4_text", "gemma4_unified_text")
 _GEMMA_SCALED = (*_GEMMA, *_GEMMA4, "gemma3n_text")
 """Model types whose embeddings are multiplied by the root of their size."""
 _INTERLEAVED = ("glm", "glm4", "helium", "ernie4_5", "ernie4_5_moe", "cohere", "cohere2", "gptj", "codegen",
-                "llama4_text")
+                "llama4_text", "cohere2_moe")
 _LOCAL = ("exaone4", "exaone_moe", "afmoe")
 """Model types that rotate in layers with windows alone, where there are any."""
 _CENTRED = (*_GEMMA, "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "recurrent_gemma", "nemotron")
@@ -143,6 +143,7 @@ class Shape:
         streams: the streams of states, where a token has several, side by side; None for one.
         cutoffs: per layer, how many standard deviations above their mean gates must be, see `cut_off`, or None; empty
             if no layer cuts them off.
+        mlp_scales: per layer, further factors of what its feed-forward adds; empty if all are 1.
         sub_norms: whether the inputs of the output projections of attention and of the MLP are normalised (BitNet).
     """
 
@@ -199,6 +200,7 @@ class Shape:
     streams: StreamSizes | None = None
     cutoffs: tuple[float | None, ...] = ()
     sub_norms: bool = False
+    mlp_scales: tuple[float, ...] = ()
 
     @property
     def line(self) -> int:
@@ -378,6 +380,8 @@ def shape_of(config: Any, dtype: torch.dtype = torch.float64) -> Shape:
         return replace(shape, warmth=_ministral3(text))
     if text.model_type in _GEMMA4:
         return replace(shape, **_gemma4(text, shape))
+    if text.model_type == "cohere2_moe":
+        return replace(shape, **_cohere2_moe(text, shape))
     if text.model_type == "gemma3n_text":
         return replace(shape, **_gemma3n(text, shape))
     return replace(shape, **_special(text, shape)) if text.model_type in HYBRIDS else shape
@@ -389,6 +393,8 @@ def _dense(text: Any, kinds: tuple[LayerKind, ...]) -> tuple[tuple[LayerKind, ..
     widths = widths_of(text) if dense else (0,) * len(kinds)
     if text.model_type == "llama4_text":  # the other width is that of experts
         widths = (int(text.intermediate_size_mlp),) * len(kinds)
+    if text.model_type == "cohere2_moe" and text.prefix_dense_intermediate_size is not None:
+        widths = (int(text.prefix_dense_intermediate_size),) * len(kinds)
     return kinds, tuple(width if kind.feeds else 0 for kind, width in zip(kinds, widths, strict=True))
 
 
@@ -439,6 +445,13 @@ def _gemma4(text: Any, shape: Shape) -> dict[str, Any]:
     ffns = tuple(width * (1 if shape.source(i) is None else wide) for i, width in enumerate(shape.ffns))
     return {"sizes": sizes, "kv_heads": min(one.kv_heads for one in sizes), "attention_scale": 1.0, "ffns": ffns,
             "head_dim": max(one.head_dim for one in sizes), "rotary_dim": max(one.rotary_dim for one in sizes)}
+
+
+def _cohere2_moe(text: Any, shape: Shape) -> dict[str, Any]:
+    """What sets the numbers of Cohere's mixtures apart."""
+    halved = text.num_shared_experts > 0 and text.shared_expert_combination_strategy == "average"
+    scales = tuple(0.5 if halved and kind.experts else 1.0 for kind in shape.kinds)
+    return {"layer_norms": text._text.rms_norm_eps is None, "mlp_scales": scales if halved else ()}
 
 
 def _gemma3n(text: Any, shape: Shape) -> dict[str, Any]:

@@ -301,6 +301,7 @@ class Layer:
         sizes: of attention, where they differ from layer to layer; None for those of the shape.
         input: what the layer makes of its own input, or None.
         scale: factor of the layer's outputs, states and all.
+        mlp_scale: further factor of what the feed-forward adds.
         alternating: what the layer does with several streams of states, or None.
         beside: what joins the states after attention, on the same normed inputs, or None.
         cutoff: see `Shape.cutoffs`.
@@ -336,6 +337,7 @@ class Layer:
     sizes: HeadSizes | None = None
     input: LayerInput[Linear] | None = None
     scale: float = 1.0
+    mlp_scale: float = 1.0
     alternating: Alternating | None = None
     beside: LowRank[Linear] | None = None
     cutoff: float | None = None
@@ -521,6 +523,8 @@ class Packer:
             layer.scale = self.vector(name + _LAYER_SCALE, 1).item()
         if self._shape.streams is not None:
             self._alternating(layer, name, self._shape.streams)
+        if self._shape.mlp_scales:
+            layer.mlp_scale = self._shape.mlp_scales[index]
         if self._shape.cutoffs:
             layer.cutoff = self._shape.cutoffs[index]
         layer.attention_norm = self._norm(name, kind.norms.attention)

@@ -459,7 +459,7 @@ static void run_mlp(Worker *w, int entry) {
     Run *r = w->run;
     const ShoalLayer *layer = r->m->layers + r->b->layers[entry];
     const Chosen c = choose_group(r->b, entry, WHOLE);
-    w->scale = r->m->residual_scale * r->m->out_scales[2];
+    w->scale = r->m->residual_scale * r->m->out_scales[2] * layer->mlp_scale;
     w->after = layer->input_gate.rows ? 1 : layer->scale;
     if (layer->experts) run_experts(w, entry);
     else {

@@ -97,7 +97,7 @@ class LayerStruct(ctypes.Structure):
         ("keys_are_values", c_int32), ("scale", c_float), ("input_gate", Weight),
         ("input_out", Weight), ("input_out_norm", c_void_p), ("alternation", POINTER(AlternationStruct)),
         ("cuts", c_int32), ("cutoff", c_float), ("curve", c_void_p), ("out_sub_norm", c_void_p),
-        ("down_sub_norm", c_void_p),
+        ("down_sub_norm", c_void_p), ("mlp_scale", c_float),
     ]
 
 

@@ -399,6 +399,7 @@ class NativeModel:
         if shape.warmth is not None and shape.warms(index):
             struct.warm_share, struct.warm_step, struct.warm_first = shape.warmth
         struct.value_norm, struct.keys_are_values, struct.scale = shape.value_norms, not sizes.own_values, layer.scale
+        struct.mlp_scale = layer.mlp_scale
         struct.reads = 0 if source is None else source + 1
         if layer.latent is not None:
             latent = layer.latent.sizes

@@ -148,6 +148,7 @@ typedef struct {
     float cutoff;  /* how many standard deviations above their mean they must be */
     const float *curve; /* of ACTIVATION_XIELU: shares above and below 0, slope, and eps */
     const float *out_sub_norm, *down_sub_norm; /* of the inputs of o and down; or NULL */
+    float mlp_scale; /* further factor of what the feed-forward adds */
 } ShoalLayer;
 
 /* How pages of experts are asked for before they are read, see foresight.h, and what came of it. */
