@@ -24,6 +24,9 @@ from shoal_lab.bench.system import Setting
 REFERENCE = "reference"
 """transformers on the file's weights, dequantised to float32."""
 
+MODULES = "modules"
+"""transformers' modules in float32 on what Shoal reads of the file: fast, and for types that transformers lacks."""
+
 OURS = {"shoal": FILE, "shoal bf16": None, "shoal int8": "int8", "shoal int4": "int4"}
 """Shoal on the file itself, and on the dequantised weights in its own formats."""
 
@@ -56,6 +59,8 @@ def open_reader(name: str, model: MeasuredModel, threads: int) -> Reader:
     """
     if name == REFERENCE:
         return _Transformers(model)
+    if name == MODULES:
+        return _Shoal(model, FILE, "hf", torch.float32)
     if name in OURS:
         return _Shoal(model, OURS[name])
     if name not in SYSTEMS:
@@ -64,9 +69,11 @@ def open_reader(name: str, model: MeasuredModel, threads: int) -> Reader:
 
 
 class _Shoal:
-    def __init__(self, model: MeasuredModel, quant: str | None) -> None:
-        dtype = default_dtype(torch.device("cpu")) if quant == FILE else torch.bfloat16
-        self._engine: Engine = model.engine(dtype, "cpu", "auto", quant)
+    def __init__(
+        self, model: MeasuredModel, quant: str | None, backend: str = "auto", dtype: torch.dtype | None = None
+    ) -> None:
+        usual = default_dtype(torch.device("cpu")) if quant == FILE else torch.bfloat16
+        self._engine: Engine = model.engine(dtype or usual, "cpu", backend, quant)
         weights = getattr(self._engine.runner, "weights", None)
         held = 32.0 if weights is None else 8 * weights.nbytes / model.weights()
         self.bits_per_weight = model.file.bits_per_weight if quant == FILE else held

@@ -7,11 +7,16 @@ import random
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from families import tiny
 from shoal.decode.tree import TokenTree
+from shoal.engine.loading.load import engine_for
+from shoal.engine.scheduling.scheduler import Scheduler
+from shoal.methods import aded
 from shoal.methods.aded import (
     ADED,
     CAP,
@@ -25,6 +30,7 @@ from shoal.methods.aded import (
     trigrams_of,
 )
 from shoal.speculative.corpus import tokens_of
+from shoal.types import ModelInfo, Stats
 from toy_tokenizers import byte_level
 
 VOCABULARY = 4
@@ -149,6 +155,60 @@ def test_a_corpus_that_cannot_be_read(tmp_path: Path) -> None:
         trigrams_of("text.txt", None)
     with pytest.raises(ValueError, match="corpus is .*missing.txt"):
         trigrams_of(str(tmp_path / "missing.txt"), byte_level())
+
+
+def test_what_one_request_taught_serves_the_next_of_its_salt_alone() -> None:
+    engine = engine_for(tiny("llama"))
+    options = {"max_new_tokens": 40, "ignore_eos": True, "repetition_penalty": 1.3}
+    prompt = [5, 17, 80, 3, 41]
+    wanted = engine.generate(prompt, **options).tokens
+
+    def ask(salt: str) -> Stats:
+        with Scheduler(engine, max_seqs=1, prefix_bytes=0) as scheduler:
+            handle = scheduler.submit(prompt, method=ADED(), cache_salt=salt, **options)
+            list(handle)
+            assert handle.results[0].tokens == wanted
+            return handle.results[0].stats
+
+    first, second, stranger = ask(""), ask(""), ask("another")
+    assert second.accepted > first.accepted + 10 and second.target_forwards < first.target_forwards
+    assert stranger.accepted == first.accepted and stranger.drafted == first.drafted
+
+
+def test_texts_of_a_tenant_teach_a_bounded_number_of_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aded, "_PAIRS", 10)
+    own: aded.Weights = {}
+    for text in range(8):
+        Trigrams({}, 0.5, own).read([100 * text + token for token in range(6)])
+    assert len(own) == 10 and (704 - 1, 704) in own and (0, 1) not in own
+    assert Trigrams({}, 0.5, own).probs((700, 701)) == [(702, 1.0)]
+
+
+def static_file(path: Path, *records: tuple[tuple[int, int, int, int], dict[int, int]]) -> str:
+    """An n-gram file as llama.cpp writes it."""
+    flat = [(*ngram, len(after), *itertools.chain(*after.items())) for ngram, after in records]
+    path.write_bytes(np.array(list(itertools.chain(*flat)), "<i4").tobytes())
+    return str(path)
+
+
+def test_a_static_file_of_llama_cpp_is_a_corpus(tmp_path: Path) -> None:
+    path = static_file(tmp_path / "static.bin", ((1, 2, -1, -1), {7: 3, 8: 1}), ((4, -1, -1, -1), {9: 5}))
+    assert trigrams_of(path, None) == {(1, 2): {7: 0.75, 8: 0.25}}
+    assert ADED(corpus=path).recipe(ModelInfo(4)).proposer.base == {(1, 2): {7: 0.75, 8: 0.25}}
+
+
+@pytest.mark.parametrize(
+    ("after", "cut", "message"),
+    [({7: 3}, 1, "int32 5 is damaged"), ({7: 3}, 9, "is damaged"), ({7: 0}, 0, "is damaged"), ({}, 0, "is damaged"),
+     ({1 << 20: 3}, 0, "beyond the tokenizer's")],
+)
+def test_a_static_file_that_is_damaged_or_of_another_model(
+    tmp_path: Path, after: dict[int, int], cut: int, message: str
+) -> None:
+    path = Path(static_file(tmp_path / "static.bin", ((1, 2, -1, -1), after)))
+    path.write_bytes(path.read_bytes()[: -cut or None])
+    with pytest.raises(ValueError, match=rf"corpus is .*static.bin.*{message}"):
+        trigrams_of(str(path), byte_level())
 
 
 @pytest.mark.parametrize("option", ["nodes", "depth", "iterations"])

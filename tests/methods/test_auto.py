@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import shutil
 from dataclasses import replace
@@ -21,11 +22,13 @@ from shoal.engine.engine import Engine
 from shoal.engine.loading.load import engine_for
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.errors import Unsupported
+from shoal.methods import auto
 from shoal.methods.auto import Auto
 from shoal.methods.eagle import Eagle
 from shoal.model.kv.cache import KVCache
 from shoal.speculative import draft_head_file
-from shoal.speculative.cost import policy
+from shoal.speculative.cost import budget, policy
+from shoal.speculative.cost.budget import SHARE, START, DraftBudget
 from shoal.types import ModelInfo, Result
 
 
@@ -85,6 +88,19 @@ def test_what_was_answered_before_is_guessed_again(monkeypatch: pytest.MonkeyPat
         assert ask("another").stats.accepted > 300
 
 
+def test_answers_in_a_folder_serve_later_starts_with_the_same_model(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    text = new_text(230, 1)
+    assert answer(Scripted(monkeypatch, [text], cheap), text, keep=str(tmp_path)).stats.drafted < 60
+    assert answer(Scripted(monkeypatch, [text], cheap), text).stats.drafted < 60
+    assert answer(Scripted(monkeypatch, [text], cheap), text, keep=str(tmp_path)).stats.accepted > 150
+    other = Scripted(monkeypatch, [text], cheap)
+    monkeypatch.setattr(other.engine, "fingerprint", lambda: "another model")
+    assert answer(other, text, keep=str(tmp_path)).stats.drafted < 60
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 def test_plain_steps_share_calls_until_the_text_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
     copied = new_text(60, 6)
     text = [*copied, *new_text(300, 7), *copied]
@@ -125,6 +141,27 @@ def test_it_never_guesses_where_a_forward_over_more_positions_costs_what_it_brin
     assert result.stats.target_forwards >= 450 - 45
     assert sum(tokens > 1 for _, tokens in machine.forwards[1:]) <= 5  # a trial, after longer and longer pauses
     assert machine.now < 1.05 * (450 + 30)
+
+
+def test_guesses_stay_within_the_budget_of_their_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passages come again and go on otherwise: the text takes what the budget says that it took."""
+    dice, budgets = random.Random(9), list[DraftBudget]()
+
+    class Watched(DraftBudget):
+        def __init__(self) -> None:
+            super().__init__()
+            budgets.append(self)
+
+    monkeypatch.setattr(auto, "DraftBudget", Watched)
+    passage = new_text(14, 10)
+    text = [token for _ in range(30) for token in (*passage, dice.randrange(1, VOCAB))]
+    machine = Scripted(monkeypatch, [text], lambda seqs, tokens: 1 + 0.2 * (tokens - 1))
+    result = answer(machine, text)
+    plain, took = len(text) - 30, machine.now - (1 + 0.2 * 29)
+    assert result.stats.drafted > 0 and took <= (1 + SHARE) * plain + START
+    assert budgets[0].left == pytest.approx((1 + SHARE) * plain + START - took, abs=2.0)
+    monkeypatch.setattr(Watched, "left", property(lambda _: 0.0, lambda *_: None), raising=False)
+    assert answer(Scripted(monkeypatch, [text], cheap), text).stats.drafted == 0
 
 
 def test_what_was_learned_serves_the_next_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,6 +255,7 @@ def test_the_part_that_ships_changes_no_token(
     shipped: Engine, sampling: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(policy, "MARGIN", 0.0)  # whatever it costs
+    monkeypatch.setattr(budget, "START", math.inf)
     prompts = [[5, 17, 80, 3, 41], [60, 2, 33]]
     options = {"max_new_tokens": 60, "logit_bias": ECHO, **sampling}
     plain = shipped.generate(prompts, **options)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 
-from shoal.speculative.earlier import KEY, EarlierTexts, Tenants
+from shoal.speculative.earlier import KEY, EarlierTexts, KeptTexts, Tenants
 from shoal.speculative.suffix_matcher import LONGEST, Chances, SuffixMatcher
 
 LATEST = 8
@@ -58,7 +59,7 @@ def test_the_latest_texts_stay() -> None:
 
 
 def test_tenants_see_nothing_of_each_other_and_are_few() -> None:
-    tenants = Tenants(most=2)
+    tenants = Tenants(lambda _: EarlierTexts(), most=2)
     tenants.of("a").add([1, 2, 3, 4, 5])
     assert tenants.of("a").find([1, 2, 3, 4], 3) == (4, 4) and tenants.of("b").find([1, 2, 3, 4], 3) is None
     tenants.of("c")
@@ -77,3 +78,36 @@ def test_a_passage_of_an_earlier_text_is_followed_until_it_ends() -> None:
     matcher.read(text)
     assert matcher.place is None and matcher.guesses(text, 8) == [] and matcher.chances(3) == []
     assert others.rates() != before and own.rates() == Chances().rates()
+
+
+def test_a_file_keeps_the_latest_texts_from_start_to_start(tmp_path: Path) -> None:
+    path, dice = tmp_path / "new" / "a.answers", random.Random(1)
+    texts = [[dice.randrange(1000) for _ in range(30)] for _ in range(40)]
+    for start in range(4):
+        held = KeptTexts(path, most=100)
+        for text in texts[10 * start : 10 * start + 10]:
+            held.add(text)
+        again = KeptTexts(path, most=100)
+        assert list(again.log[-62:]) == list(held.log[-62:]) and again.find(texts[10 * start + 9], 20) is not None
+        assert path.stat().st_size < 4 * 100 * 4 + 10 * 32 * 4 + 2 * 32 * 4, "it does not grow without bound"
+    assert path.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("cut", [1, 5, 20, 31])
+def test_of_a_damaged_file_what_is_whole_is_used(tmp_path: Path, cut: int) -> None:
+    path = tmp_path / "a.answers"
+    held = KeptTexts(path)
+    held.add([1, 2, 3, 4, 5])
+    held.add([6, 7, 8, 9, 10, 11])
+    raw = path.read_bytes()
+    path.write_bytes(raw[:-cut])
+    assert list(KeptTexts(path).log) == [1, 2, 3, 4, 5, -1]
+    path.write_bytes(raw[:-cut] + bytes([raw[-cut] ^ 1]) + raw[len(raw) - cut + 1 :])
+    assert list(KeptTexts(path).log) == [1, 2, 3, 4, 5, -1]
+
+
+def test_a_folder_that_cannot_be_written_loses_no_text_of_this_start(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    held = KeptTexts(tmp_path / "file" / "a.answers")
+    held.add([1, 2, 3, 4, 5])
+    assert held.find([1, 2, 3, 4], 3) == (4, 4)

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import numpy as np
+
 from shoal.decode.recipe import Recipe
 from shoal.decode.tree import TokenTree
 from shoal.decode.worker import Proposer
@@ -19,6 +21,7 @@ from shoal.methods.common.drafting import DraftingMethod
 from shoal.methods.common.limits import Guesses, Number, Tries
 from shoal.speculative.corpus import stamp_of, tokens_of
 from shoal.speculative.draft import check_least
+from shoal.speculative.earlier import Tenants
 from shoal.speculative.growth import Growth
 from shoal.speculative.per_sequence import TextDrafter
 from shoal.types import ModelInfo
@@ -32,9 +35,13 @@ Distribution = Callable[[Pair], Sequence[tuple[int, float]]]
 """Tokens that may follow a pair, and their probabilities, the likeliest first."""
 Counts = Mapping[Pair, Mapping[int, float]]
 """Weights of the tokens that follow two others."""
+Weights = dict[Pair, dict[int, float]]
+"""The same, of what texts teach."""
 
 FOLLOWERS = 12
 """Tokens remembered per pair, as in the paper."""
+_PAIRS = 1 << 16
+"""Most pairs that the texts of a tenant teach, some 400 bytes each."""
 CAP = 3.0
 """Largest weight, as in the authors' code: old habits stay forgettable."""
 _C1, _C2 = 32.0, 8.0  # exploration constants of the paper's search
@@ -44,11 +51,13 @@ _C1, _C2 = 32.0, 8.0  # exploration constants of the paper's search
 class ADED(DraftingMethod):
     """A table of tri-grams guesses a tree of likely continuations, and learns from every token that is emitted.
 
-    The paper builds its table from a large corpus. Here a corpus is optional: prompt and answer fill the table, too. By
-    default the tree holds the likeliest paths. "mcts" searches for paths as the paper does, at more cost.
+    The paper builds its table from a large corpus. Here a corpus is optional: prompts and answers fill the table, too,
+    from request to request; those of one `cache_salt` teach no other's. By default the tree holds the likeliest paths.
+    "mcts" searches for paths as the paper does, at more cost.
 
     Attributes:
-        corpus: a UTF-8 text file whose tri-grams the table begins with; None begins with an empty one.
+        corpus: a UTF-8 text file whose tri-grams the table begins with, or a static n-gram file as llama.cpp's
+            `llama-lookup-create` writes it (.bin); None begins with an empty table.
         search: "best_first" or "mcts".
         nodes: most guesses in a tree.
         depth: most guesses one after another.
@@ -77,7 +86,9 @@ class ADED(DraftingMethod):
     def recipe(self, info: ModelInfo) -> Recipe:
         """Trees from the table, confirmed by the target."""
         base = {} if self.corpus is None else trigrams_of(self.corpus, info.tokenizer)
-        return self.verified(AdaptiveNGrams(self, base), info)
+        tables: Tenants[Weights] = info.memory.setdefault(
+            (self.name, self.corpus, self.step), Tenants(lambda _: {}))
+        return self.verified(AdaptiveNGrams(self, base, tables), info)
 
 
 @dataclass(frozen=True)
@@ -86,14 +97,19 @@ class AdaptiveNGrams(Proposer):
 
     Attributes:
         method: how large the trees are, and how they are found.
+        tables: what the requests of each `cache_salt` have taught so far.
     """
 
     method: ADED
     base: Counts = field(default_factory=dict, repr=False)
+    tables: Tenants[Weights] = field(default_factory=lambda: Tenants(lambda _: {}), repr=False)
 
     def begin(self, runner: Any, cache: Any) -> TextDrafter[Trigrams]:
         """A drafter whose sequences have read nothing yet."""
-        return TextDrafter(lambda _: Trigrams(self.base, self.method.step), self._tree)
+        def table(seq: SequenceState) -> Trigrams:
+            return Trigrams(self.base, self.method.step, self.tables.of(seq.salt))
+
+        return TextDrafter(table, self._tree)
 
     def _tree(self, seq: SequenceState, table: Trigrams, limit: int) -> TokenTree:
         """The last token alone where the last two tokens are new."""
@@ -114,11 +130,12 @@ class Trigrams:
     Args:
         base: weights to begin with, shared and never changed.
         step: weight that one more occurrence adds.
+        own: weights of pairs that texts had, the latest pair last; texts of one tenant share them.
     """
 
-    def __init__(self, base: Counts, step: float) -> None:
+    def __init__(self, base: Counts, step: float, own: Weights | None = None) -> None:
         self._base, self._step = base, step
-        self._own: dict[Pair, dict[int, float]] = {}
+        self._own: Weights = {} if own is None else own
         self._read = 0
 
     def read(self, tokens: Sequence[int]) -> None:
@@ -128,9 +145,10 @@ class Trigrams:
         self._read = max(self._read, len(tokens))
 
     def _add(self, pair: Pair, token: int) -> None:
-        if pair not in self._own:
-            self._own[pair] = dict(self._base.get(pair, {}))
-        weights = self._own[pair]
+        weights = self._own.pop(pair, None) or dict(self._base.get(pair, {}))
+        self._own[pair] = weights
+        if len(self._own) > _PAIRS:
+            del self._own[next(iter(self._own))]
         weights[token] = min(CAP, weights.pop(token, 0.0) + self._step)  # the newest stands last
         if len(weights) > FOLLOWERS:
             del weights[min(weights, key=weights.__getitem__)]
@@ -144,13 +162,44 @@ class Trigrams:
 
 
 def trigrams_of(path: str, tokenizer: Any) -> Counts:
-    """The tri-gram table of a text file; kept, so that a request does not read the file again."""
+    """The tri-gram table of a file; kept, so that a request does not read the file again."""
     return _trigrams(path, stamp_of(path), tokenizer)
 
 
 @lru_cache(maxsize=4)
 def _trigrams(path: str, stamp: int, tokenizer: Any) -> Counts:
+    if path.endswith(".bin"):
+        return _static(path, None if tokenizer is None else len(tokenizer))
     return count(tokens_of(path, tokenizer, "corpus"))
+
+
+def _static(path: str, vocab: int | None) -> Counts:
+    """The pairs of an n-gram file of llama.cpp, whose format is that of its ngram-cache.cpp.
+
+    Of each n-gram four int32 tokens, -1 where it is shorter, the int32 number of its followers, and of each its token
+    and how often it came, int32 both. Of a static file all n-grams are pairs; others are passed over.
+
+    Raises:
+        ValueError: it is cut off, counts nothing, or has tokens that the tokenizer has not.
+    """
+    try:
+        raw = np.fromfile(path, "<i4").tolist()
+    except OSError as error:
+        raise ValueError(f"corpus is {path!r}, which cannot be read: {error}") from error
+    found, at = dict[Pair, dict[int, int]](), 0
+    while at < len(raw):
+        first, second, third, *_, followers = raw[at : at + 5] if at + 5 <= len(raw) else (0, 0, 0, 0, 0)
+        at, body = at + 5, raw[at + 5 : at + 5 + 2 * max(followers, 0)]
+        if followers < 1 or len(body) < 2 * followers or min(body[1::2]) < 1:
+            raise ValueError(f"corpus is {path!r}, no n-gram file of llama.cpp: a record that ends at int32 {at} is "
+                             "damaged; write it with llama-lookup-create, or give a text file")
+        if vocab is not None and not -1 <= max(first, second, third, *body[::2]) < vocab:
+            raise ValueError(f"corpus is {path!r}, whose tokens go beyond the tokenizer's {vocab}; "
+                             "it was made with another model")
+        if second >= 0 and third < 0:
+            found[first, second] = dict(zip(body[::2], body[1::2], strict=True))
+        at += 2 * followers
+    return {pair: _shares(Counter(successors)) for pair, successors in found.items()}
 
 
 def count(tokens: Sequence[int]) -> Counts:
@@ -158,8 +207,11 @@ def count(tokens: Sequence[int]) -> Counts:
     counts = defaultdict[Pair, Counter[int]](Counter)
     for first, second, third in zip(tokens, tokens[1:], tokens[2:], strict=False):
         counts[first, second][third] += 1
-    return {pair: {token: number / successors.total() for token, number in successors.most_common(FOLLOWERS)}
-            for pair, successors in counts.items()}
+    return {pair: _shares(successors) for pair, successors in counts.items()}
+
+
+def _shares(successors: Counter[int]) -> dict[int, float]:
+    return {token: number / successors.total() for token, number in successors.most_common(FOLLOWERS)}
 
 
 @dataclass(slots=True)

@@ -7,8 +7,10 @@ steps have no guess and cost what a plain step costs, plus a few look-ups per to
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import override
@@ -21,9 +23,10 @@ from shoal.errors import Unsupported
 from shoal.methods.base import Method
 from shoal.methods.common.drafting import brought_layer, check_drafts, check_named
 from shoal.methods.common.limits import Guesses
+from shoal.speculative.cost.budget import DraftBudget
 from shoal.speculative.cost.policy import CostModel, DrafterRecord, kept_of
 from shoal.speculative.draft import check_length
-from shoal.speculative.earlier import Tenants
+from shoal.speculative.earlier import EarlierTexts, KeptTexts, Tenants
 from shoal.speculative.growth import Branching
 from shoal.speculative.per_sequence import PerSequence
 from shoal.speculative.self_speculation import Adaptive
@@ -72,14 +75,16 @@ class Auto(Method):
         draft: a smaller model with the same tokens: its folder, its Hub id, or a loaded transformers model, which is
             not changed; None for none.
         part: the folder that `shoal train eagle` wrote; None for the head that is known for the model, if there is one.
+        keep: a folder for answers, which later starts with the same model guess from, too; None keeps them in memory.
     """
 
     name: ClassVar[str] = "auto"
-    reads: ClassVar[tuple[str, ...]] = ("draft", "part")
+    reads: ClassVar[tuple[str, ...]] = ("draft", "part", "keep")
 
     length: Guesses = 15
     draft: str | object = None
     part: str | None = None
+    keep: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -97,11 +102,20 @@ class Auto(Method):
         plan = DepthPlan.full(info.num_layers)
         if not info.free:
             return Recipe(plan)
-        key = self.name, self.length, self.draft if isinstance(self.draft, str) else id(self.draft), self.part
+        named = self.draft if isinstance(self.draft, str) else id(self.draft)
+        key = self.name, self.length, named, self.part, self.keep
         if key not in info.memory:
             drafter, record = self._drafter(info)
-            info.memory.setdefault(key, Cautious(CostModel(record), self.length, drafter))
+            known = Tenants(self._earlier(info))
+            info.memory.setdefault(key, Cautious(CostModel(record), self.length, drafter, earlier=known))
         return Recipe(plan, info.memory[key], self_metered=True)
+
+    def _earlier(self, info: ModelInfo) -> Callable[[str], EarlierTexts]:
+        """Makes the earlier texts of a tenant, whose file is named by model and salt."""
+        if self.keep is None or info.fingerprint is None:
+            return lambda _: EarlierTexts()
+        folder, model = Path(self.keep), info.fingerprint()
+        return lambda salt: KeptTexts(folder / f"{sha256(f'{model} {salt}'.encode()).hexdigest()[:32]}.answers")
 
     def _drafter(self, info: ModelInfo) -> tuple[Proposer | None, DrafterRecord]:
         """The drafter for places where the text gives no guess, and its prior record."""
@@ -162,7 +176,7 @@ class Cautious(Proposer):
     length: int
     drafter: Proposer | None = None
     chances: Chances = field(default_factory=Chances)
-    earlier: Tenants = field(default_factory=Tenants)
+    earlier: Tenants[EarlierTexts] = field(default_factory=lambda: Tenants(lambda _: EarlierTexts()))
     others: Chances = field(default_factory=Chances)
 
     @property
@@ -186,7 +200,7 @@ class CautiousDrafter(Drafter):
 
     def __init__(self, proposer: Cautious, widest: int, drafter: Drafter | None) -> None:
         self._proposer, self._widest, self._drafter = proposer, widest, drafter
-        self._matchers = PerSequence(self._matcher)
+        self._matchers, self._budgets = PerSequence(self._matcher), PerSequence(lambda _: DraftBudget())
         self._others = self._helped = 0
         self._followed = False
         self._from_drafter: set[SequenceState] = set()
@@ -214,7 +228,7 @@ class CautiousDrafter(Drafter):
         for seq, matcher in zip(seqs, matchers, strict=True):
             matcher.read(seq.tokens)
         self._helped, self._followed = 0, any([matcher.place is not None for matcher in matchers])
-        lengths = self._lengths(matchers, limits)
+        lengths = self._lengths(seqs, matchers, limits)
         trees = [_chain(*each) for each in zip(seqs, matchers, lengths, strict=True)]
         return trees if self._drafter is None else self._with_help(self._drafter, seqs, limits, trees)
 
@@ -223,14 +237,20 @@ class CautiousDrafter(Drafter):
         most = _FOLLOWED if self._followed else _ALONE
         return most if self._drafter is None else min(most, self._proposer.judge.drafter.rest)
 
-    def _lengths(self, matchers: Sequence[SuffixMatcher], limits: Sequence[int]) -> list[int]:
+    def _lengths(
+        self, seqs: Sequence[SequenceState], matchers: Sequence[SuffixMatcher], limits: Sequence[int]
+    ) -> list[int]:
         """Guesses from the text, per sequence."""
         if all(matcher.place is None for matcher in matchers):
             return [0] * len(matchers)
         most = self._proposer.length
         chances = [one.chances(min(most, limit)) for one, limit in zip(matchers, limits, strict=True)]
-        seqs = len(matchers) + self._others
-        return self._proposer.judge.lengths(chances, seqs, self._widest - seqs)
+        count = len(matchers) + self._others
+        return self._proposer.judge.lengths(chances, count, self._widest - count, self._spare(seqs))
+
+    def _spare(self, seqs: Sequence[SequenceState]) -> float:
+        """Plain steps that the guesses of the next forward may lose: it takes as long for every sequence."""
+        return sum(self._budgets[seq].left for seq in seqs) / len(seqs)
 
     def _with_help(
         self, drafter: Drafter, seqs: Sequence[SequenceState], limits: Sequence[int], trees: list[TokenTree]
@@ -239,7 +259,9 @@ class CautiousDrafter(Drafter):
         idle = [len(tree) == 1 and limit > 0 for tree, limit in zip(trees, limits, strict=True)]
         count = sum(idle)
         room = self._widest - self._others - sum(map(len, trees))
-        length = self._proposer.judge.helped(count, room) if count else 0
+        judge, text = self._proposer.judge, sum(map(len, trees)) - len(trees)
+        spare = self._spare(seqs) - (judge.times.added(len(seqs), text) if text else 0.0)
+        length = judge.helped(count, room, spare) if count else 0
         if not length:
             return trees
         wanted = [min(length, limit) if lacks else 0 for lacks, limit in zip(idle, limits, strict=True)]
@@ -259,6 +281,10 @@ class CautiousDrafter(Drafter):
             helped = [seq for seq in report.seqs if seq in self._from_drafter]
             self._drafter.observe(report.only(helped))
         self._proposer.judge.observe(report.whole, self._helped)
+        guessed = any(len(tree) > 1 for tree in report.trees)
+        steps = self._proposer.judge.cost(report.whole) if guessed else report.steps
+        for seq, outcome in zip(report.seqs, report.outcomes, strict=True):
+            self._budgets[seq].passed(len(outcome.path) if guessed else report.steps, steps)
         self._from_drafter.clear()
         self._others = len(report.whole.seqs) - len(report.seqs)
 

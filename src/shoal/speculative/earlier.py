@@ -7,12 +7,21 @@ taken. So it takes some 110 bytes a token, and a token of a text costs one look-
 
 from __future__ import annotations
 
+import logging
+import os
+import struct
+import zlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Generic, Literal, TypeVar
+
+import numpy as np
 
 from shoal.speculative.suffix_matcher import LONGEST, matched_in
 
+log = logging.getLogger(__name__)
 KEY = 4
 """Tokens that must agree."""
 _TRIED = 8
@@ -45,14 +54,8 @@ class EarlierTexts:
         if len(self.log) > 2 * self._most:
             kept = self.log[-self._most :]
             self._clear()
-            begun = kept.index(_END) + 1  # the first text is cut
-            text: list[int] = []
-            for token in kept[begun:]:
-                if token == _END:
-                    self._append(text)
-                    text = []
-                else:
-                    text.append(token)
+            for text in _texts(kept[kept.index(_END) + 1 :]):  # the first text is cut
+                self._append(text)
 
     def _append(self, tokens: Sequence[int]) -> None:
         for at, token in enumerate(tokens):
@@ -84,18 +87,89 @@ class EarlierTexts:
         return best if best[0] > 0 else None
 
 
-class Tenants:
-    """The texts of each tenant, of whom those that were not heard of for longest are forgotten; see `cache_salt`."""
+class KeptTexts(EarlierTexts):
+    """Texts of one tenant that a file keeps from one start to the next.
 
-    def __init__(self, most: int = _TENANTS, tokens: int = _TOKENS) -> None:
-        self._most, self._tokens = most, tokens
-        self._texts: OrderedDict[str, EarlierTexts] = OrderedDict()
+    The file is a row of records: int32 number of tokens, uint32 CRC-32 of their bytes, int32 tokens, little-endian. It
+    is read up to the first record that is not whole. A folder that cannot be written loses the texts, no request.
+    """
 
-    def of(self, salt: str) -> EarlierTexts:
-        """The texts of a tenant, none of anybody else's."""
-        if salt not in self._texts:
-            self._texts[salt] = EarlierTexts(self._tokens)
-            while len(self._texts) > self._most:
-                self._texts.popitem(last=False)
-        self._texts.move_to_end(salt)
-        return self._texts[salt]
+    def __init__(self, path: Path, most: int = _TOKENS) -> None:
+        super().__init__(most)
+        self._path = path
+        records = list(_records(path))
+        for text in records:
+            super().add(text)
+        if sum(map(len, records)) > 4 * most:
+            self._write("wb", [text for text in _texts(self.log) if text])
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Keep a text, and append it to the file."""
+        super().add(tokens)
+        self._write("ab", [tokens[-self._most :]])
+
+    def _write(self, mode: Literal["ab", "wb"], texts: Iterable[Sequence[int]]) -> None:
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with open(os.open(self._path, _FLAGS[mode], 0o600), mode) as file:
+                file.write(b"".join(map(_record, texts)))
+        except OSError as error:
+            log.warning("an answer is not kept for later starts: %s", error)
+
+
+_HEAD = struct.Struct("<iI")
+_FLAGS = {"ab": os.O_WRONLY | os.O_CREAT | os.O_APPEND, "wb": os.O_WRONLY | os.O_CREAT | os.O_TRUNC}
+
+
+def _record(tokens: Sequence[int]) -> bytes:
+    body = np.asarray(tokens, "<i4").tobytes()
+    return _HEAD.pack(len(tokens), zlib.crc32(body)) + body
+
+
+def _records(path: Path) -> Iterator[list[int]]:
+    """The texts of a file, none if there is no file."""
+    raw, at = path.read_bytes() if path.is_file() else b"", 0
+    while at + _HEAD.size <= len(raw):
+        count, check = _HEAD.unpack_from(raw, at)
+        body = raw[at + _HEAD.size : at + _HEAD.size + 4 * max(count, 0)]
+        if count <= 0 or len(body) < 4 * count or zlib.crc32(body) != check:
+            log.warning("%s is damaged; of its answers those before byte %d are used", path, at)
+            return
+        yield np.frombuffer(body, "<i4").tolist()
+        at += _HEAD.size + len(body)
+
+
+def _texts(tokens: Sequence[int]) -> Iterator[list[int]]:
+    """The texts of a log."""
+    text: list[int] = []
+    for token in tokens:
+        if token == _END:
+            yield text
+            text = []
+        else:
+            text.append(token)
+
+
+T = TypeVar("T")
+
+
+class Tenants(Generic[T]):
+    """What is known of each tenant; those that were not heard of for longest are forgotten. See `cache_salt`.
+
+    Args:
+        make: what is known at first of the tenant with that salt.
+        most: tenants.
+    """
+
+    def __init__(self, make: Callable[[str], T], most: int = _TENANTS) -> None:
+        self._make, self._most = make, most
+        self._known: OrderedDict[str, T] = OrderedDict()
+
+    def of(self, salt: str) -> T:
+        """What is known of a tenant, nothing of anybody else."""
+        if salt not in self._known:
+            self._known[salt] = self._make(salt)
+            while len(self._known) > self._most:
+                self._known.popitem(last=False)
+        self._known.move_to_end(salt)
+        return self._known[salt]

@@ -164,7 +164,7 @@ class ForwardTimes:
             self._steps[seqs].append(seconds)
         elif step := self.step(seqs):
             near = _GRID[min(bisect_left(_GRID, guesses), len(_GRID) - 1)]
-            added = min(max(seconds / step - 1, 0.0), _MOST_ADDED * guesses)
+            added = beyond(step, guesses, seconds)
             self._added[load(seqs)].setdefault(near, deque(maxlen=_WIDE)).append(added)
             self._curves.pop(load(seqs), None)
 
@@ -205,6 +205,11 @@ class ForwardTimes:
                 points.appendleft((size, least))
             self._curves[load(seqs)] = list(points) or [(1, _SLOPE / (1 + _SLOPE * (seqs - 1)))]
         return self._curves[load(seqs)]
+
+
+def beyond(step: float, guesses: int, seconds: float) -> float:
+    """Plain steps of `step` seconds that a forward with guesses took beyond one; a stall is cut down."""
+    return min(max(seconds / step - 1, 0.0), _MOST_ADDED * guesses)
 
 
 def load(seqs: int) -> int:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 import statistics
+from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 from shoal.decode.worker import DraftLengthPolicy, StepReport, Worker
+from shoal.speculative.cost.budget import SHARE
 from shoal.speculative.cost.model import (
     Acceptance,
     DraftCost,
@@ -22,6 +24,7 @@ from shoal.speculative.cost.model import (
     LinearLatency,
     best_length,
     best_lengths,
+    beyond,
     expected_tokens,
     gain_of,
     load,
@@ -65,6 +68,10 @@ class Backoff:
         if not self.left:
             self.begin(first)
         self.left = 1
+
+    def wait(self, steps: int) -> None:
+        """Let the pause go on for at least so many steps."""
+        self.left = max(self.left, steps)
 
     def end(self) -> None:
         """End the pause, since it pays again."""
@@ -230,17 +237,23 @@ class CostModel:
         self.times, self.drafter = times or ForwardTimes(), drafter or DrafterRecord()
         self._declined = Backoff(_LONGEST_PAUSE)
 
-    def lengths(self, chances: Sequence[Sequence[float]], seqs: int, room: int) -> list[int]:
+    def lengths(
+        self, chances: Sequence[Sequence[float]], seqs: int, room: int, spare: float = math.inf
+    ) -> list[int]:
         """The number of guesses for each sequence that has some. The first steps of a new batch size are plain.
 
         Args:
             chances: for each such sequence, the chance of each next guess to be kept with all before it.
             seqs: of the forward, those without guesses included.
             room: most guesses of all sequences together.
+            spare: plain steps that they may take if none is kept.
         """
         if not self.times.known(seqs):
             return [0] * len(chances)
         room = min(room, max(self._TRIAL, seqs, 2 * self.times.widest(seqs)))
+        room = affordable(room, spare, partial(self.times.added, seqs))
+        if not room:
+            return [0] * len(chances)
         lengths = paying_lengths(chances, self.times, room, seqs)
         if any(lengths):
             if self.times.widest(seqs):  # without a measurement this is a trial
@@ -249,9 +262,20 @@ class CostModel:
             self.times.forget(seqs)
         return lengths
 
-    def helped(self, seqs: int, room: int) -> int:
-        """The number of guesses that a drafter is to make for each sequence."""
-        return self.drafter.length(self.times, seqs, room // seqs) if self.times.known(seqs) else 0
+    def helped(self, seqs: int, room: int, spare: float = math.inf) -> int:
+        """The number of guesses that a drafter is to make for each sequence; `room` and `spare` are as above."""
+        return self.drafter.length(self.times, seqs, room // seqs, spare) if self.times.known(seqs) else 0
+
+    def cost(self, report: StepReport) -> float:
+        """Plain steps that a step with guesses took."""
+        seqs, guesses = len(report.seqs), sum(map(len, report.trees)) - len(report.seqs)
+        if not (step := self.times.step(seqs)):
+            return 1.0
+        if report.target_seconds is None:  # prompts were read beside them
+            added = self.times.added(seqs, guesses)
+        else:
+            added = beyond(step, guesses, report.target_seconds)
+        return 1.0 + added + report.draft_seconds / step
 
     def observe(self, report: StepReport, helped: int) -> None:
         """Learn from a step in which a drafter made at most `helped` guesses for a sequence."""
@@ -266,6 +290,11 @@ class CostModel:
 def paying_lengths(chances: Sequence[Sequence[float]], times: ForwardTimes, room: int, seqs: int) -> list[int]:
     """The guesses per sequence that `best_lengths` finds; none if they do not pay."""
     return best_lengths(chances, seqs, lambda guesses: seqs * (1 + times.added(seqs, guesses)), MARGIN, room)[1]
+
+
+def affordable(most: int, spare: float, cost: Callable[[int], float]) -> int:
+    """The largest number up to `most` whose `cost`, which never falls, is at most `spare`; 0 if none is."""
+    return bisect_right(range(1, most + 1), spare, key=cost)
 
 
 class DrafterRecord:
@@ -299,25 +328,29 @@ class DrafterRecord:
             if not self._hopeless.get(seqs):
                 pause.end()
 
-    def length(self, times: ForwardTimes, seqs: int, most: int) -> int:
+    def length(self, times: ForwardTimes, seqs: int, most: int, spare: float = math.inf) -> int:
         """Guesses per sequence with the most tokens per second, few at first; one now and then if none pays.
 
         Args:
             times: of the model's forwards.
             seqs: the number of sequences that the drafter would guess for.
             most: guesses per sequence that there is room for.
+            spare: plain steps that they may take if none is kept.
         """
         pause = self._pause = self._pauses[load(seqs)]
+        most, room = affordable(most, spare, lambda length: self._added(times, seqs, length)), most
+        if room and not most:
+            pause.wait(math.ceil((self._added(times, seqs, 1) - spare) / SHARE))
         if pause.left:
             self._behind = True
             return min(1, most) if pause.passed() else 0
         if found := self._best(self._acceptance.rate, times, seqs, min(most, self._most, 1 + self._judged)):
             pause.end()
             return found
-        hopeless = times.widest(seqs) > 0 and not self._best(1.0, times, seqs, min(most, self._most))
+        hopeless = times.widest(seqs) > 0 and not self._best(1.0, times, seqs, min(room, self._most))
         if self._tries > 0 and not hopeless:
             return min(1, most)
-        trial = self._costs[load(seqs)].of(1) + times.added(seqs, seqs)
+        trial = self._added(times, seqs, 1)
         rest = max(self._SHORTEST_REST, min(math.ceil(trial / self._TRIALS), _FIRST_PAUSE))
         pause.begin(_FIRST_PAUSE if hopeless else rest)
         self._hopeless[load(seqs)] = hopeless
@@ -325,9 +358,12 @@ class DrafterRecord:
 
     def _best(self, rate: float, times: ForwardTimes, seqs: int, most: int) -> int:
         """Guesses per sequence, up to `most`, with the most tokens per second at that chance; 0 if none pays."""
-        drafting = self._costs[load(seqs)]
-        costs = {length: 1 + drafting.of(length) + times.added(seqs, seqs * length) for length in range(1, most + 1)}
+        costs = {length: 1 + self._added(times, seqs, length) for length in range(1, most + 1)}
         return best_length(costs, partial(expected_tokens, rate), MARGIN)
+
+    def _added(self, times: ForwardTimes, seqs: int, length: int) -> float:
+        """Plain steps that so many guesses per sequence add to one."""
+        return self._costs[load(seqs)].of(length) + times.added(seqs, seqs * length)
 
     @property
     def rest(self) -> int:
