@@ -182,6 +182,8 @@ _CLASSICS: dict[str, tuple[str, dict[str, Any]]] = {
     "apertus": ("apertus", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0,
                                                 "original_max_position_embeddings": 64, "low_freq_factor": 1.0,
                                                 "high_freq_factor": 4.0}}),
+    "cohere2moe": ("cohere2_moe", {"num_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4,
+                                   "sliding_window_pattern": 2, "expert_selection_fn": "sigmoid"}),
     "mistral3": ("ministral3", {"tie_word_embeddings": True, "rope_parameters": {
         "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 8,
         "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}}),
@@ -235,15 +237,15 @@ def _classic(architecture: str, hidden: int) -> Any:
     usual = {"hidden_size": hidden, "intermediate_size": wide, "num_attention_heads": heads, "num_key_value_heads": 1,
              "head_dim": hidden // heads, "moe_intermediate_size": hidden}
     if family not in ("nemotron", "cohere2", "hunyuan_v1_dense", "hunyuan_v1_moe", "seed_oss", "ernie4_5",
-                      "ernie4_5_moe", "arcee", "ministral3", "minimax_m2", "dots1", "afmoe"):
+                      "ernie4_5_moe", "arcee", "ministral3", "minimax_m2", "dots1", "afmoe", "cohere2_moe"):
         del usual["head_dim"]
     if family in ("gpt_neox",):
         del usual["num_key_value_heads"]
     if family not in ("ernie4_5_moe", "dots1", "afmoe"):
         del usual["moe_intermediate_size"]
-    layers = {"cohere2": 4, "ernie4_5-moe": 2, "dots1": 2, "afmoe": 4, "apertus": 2}.get(architecture, 1)
+    layers = {"cohere2": 4, "cohere2moe": 4, "ernie4_5-moe": 2, "dots1": 2, "afmoe": 4, "apertus": 2}
     sizes = {**by_name.get(family, usual), **more, "vocab_size": count}
-    return tiny(family, dtype=torch.float32, layers=layers, **sizes)
+    return tiny(family, dtype=torch.float32, layers=layers.get(architecture, 1), **sizes)
 
 
 @dataclass(frozen=True)
