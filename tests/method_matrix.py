@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from drafts import draft_of
+from eagle_drafters import drafter
 from eagle_part import eagle_part
 from shoal.methods.aded import ADED
 from shoal.methods.auto import Auto
@@ -68,6 +69,7 @@ CORE: tuple[Method, ...] = (
     D3Spec(mean=0.8, core=2),
     D3Spec(alpha=0.9, inner=D3(alpha=0.9, core=2)),
     Eagle(eagle_part("llama"), stop=0.0),
+    Eagle(drafter("eagle3"), stop=0.0),
     Mtp(stop=0.0),
     Eagle(eagle_part("llama"), width=2, nodes=5, inner=D3(alpha=0.9, core=2)),
     StreamingLLM(window=None),

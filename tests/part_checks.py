@@ -8,6 +8,7 @@ from dataclasses import replace
 from backends import Backend
 from drive import decode, prompt
 from eagle_part import ECHO, target
+from shoal.engine.engine import Engine
 from shoal.methods.base import Method
 from shoal.types import Sampling
 from watched import Watched
@@ -21,9 +22,15 @@ SAMPLINGS = {
 }
 
 
-def check_tokens(backend: Backend, family: str, method: Method, sampling: str) -> None:
-    """Texts are those of the plan, and nothing, some and all of the guesses are accepted now and then."""
-    made = method.recipe(target(family).info(NEW))
+def check_tokens(
+    backend: Backend, family: str, method: Method, sampling: str, engine: Engine | None = None
+) -> None:
+    """Texts are those of the plan, and nothing, some and all of the guesses are accepted now and then.
+
+    Args:
+        engine: for which the method makes its recipe; by default one of the family's modules.
+    """
+    made = method.recipe((engine or target(family)).info(NEW))
     assert made.exact_to == ("full" if made.plan.is_full else "plan") and made.proposer is not None
     met: Counter[str] = Counter()
     forwards = 0

@@ -139,6 +139,8 @@ class ModelInfo:
         masked: for a masked-diffusion model; None for one that writes from left to right.
         mtp: makes the layer for further tokens in the model's files ready to run (`shoal.speculative.layer_head`); it
             returns None where they have none.
+        drafter: makes the drafter of another tool in a folder ready to run (`shoal.speculative.layer_head`); ValueError
+            for one that cannot be read, Unsupported for one that does not fit the model or its memory.
     """
 
     num_layers: int
@@ -163,6 +165,7 @@ class ModelInfo:
     changes: str = ""
     masked: MaskedModel | None = None
     mtp: Callable[[], Any] = lambda: None
+    drafter: Callable[[str], Any] = lambda folder: None
 
     @property
     def core_head(self) -> int:

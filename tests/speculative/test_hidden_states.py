@@ -9,7 +9,7 @@ import torch
 from shoal.decode.sequence import SequenceState
 from shoal.decode.text.stop import StopRules, StopState
 from shoal.depth.plan import DepthPlan
-from shoal.model.runner import SequenceChunk
+from shoal.model.runner import OfLayers, SequenceChunk
 from shoal.speculative.hidden_states import HiddenStates
 
 PLAN = DepthPlan.full(2)
@@ -59,6 +59,18 @@ def test_pieces_of_a_prompt_and_accepted_guesses_make_one_text() -> None:
     seq.tokens += [8, 7, 3]
     found = hidden_states.take(seq)
     assert found is not None and found[0] == 5 and found[1].flatten().tolist() == [200, 202, 204]
+
+
+def test_states_of_several_layers_stand_beside_each_other() -> None:
+    cache: Any = Places()
+    hidden_states, seq = HiddenStates(Plain(), cache, (0, 2)), row_of([1, 2, 3], 3)  # type: ignore[arg-type]
+    hook = hidden_states.watch([seq], [SequenceChunk(0, [1, 2, 3], [0] * 3, PLAN)])
+    assert isinstance(hook, OfLayers) and [*hook.of] == [0, 2]
+    feed(hidden_states, cache, [seq], [SequenceChunk(0, [1, 2, 3], [0] * 3, PLAN)], 0)
+    cache.positions[0] = 3
+    seq.tokens.append(4)
+    found = hidden_states.take(seq)
+    assert found is not None and found[1].tolist() == [[-1000, 0], [-999, 1], [-998, 2]]
 
 
 def test_a_token_that_was_emitted_anew_is_no_accepted_guess() -> None:

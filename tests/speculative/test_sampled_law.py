@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ import shoal.speculative.choose as choosing
 import shoal.speculative.eagle as eagle
 import shoal.speculative.model as model
 from drafts import noisy
+from eagle_drafters import FORMS, write
 from eagle_part import write_eagle_for
 from exactness import chi_square
+from families import HIDDEN
 from sampled_law import VOCABULARY, draft, probs, samples, target
 from shoal.methods.draft_model import DraftModel
 from shoal.methods.eagle import Eagle
@@ -32,6 +35,15 @@ def layer() -> str:
     return str(write_eagle_for(target(), Path(tempfile.mkdtemp(prefix="shoal-law-")), (0, 1, 3, 4)))
 
 
+@functools.cache
+def another() -> str:
+    """A drafter of another tool for the target, which guesses some of its tokens."""
+    form = replace(
+        FORMS["eagle3"], config={"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}, vocabulary=VOCABULARY,
+        kept=(0, 1, 3, 4), more={"norm.weight": (HIDDEN,), "lm_head.weight": (4, HIDDEN)})
+    return str(write(Path(tempfile.mkdtemp(prefix="shoal-law-")), form))
+
+
 EXACT = {
     "plain": Full(),
     "chain": DraftModel(draft(), length=3, rule="rejection"),
@@ -39,6 +51,9 @@ EXACT = {
     "tree": DraftModel(draft(), branching=(2, 2, 1), rule="rejection"),
     "trained layer": Eagle(layer(), length=3, stop=0.0, rule="rejection"),
     "trained layer, match": Eagle(layer(), length=3, stop=0.0),
+    "drafter of another tool": Eagle(another(), length=3, stop=0.0, rule="rejection"),
+    "drafter of another tool, match": Eagle(another(), length=3, stop=0.0),
+    "drafter of another tool, tree": Eagle(another(), length=3, width=2, stop=0.0),
     "n-grams": PromptLookup(min_ngram=1, rule="rejection"),
 }
 
@@ -89,14 +104,15 @@ def test_one_number_for_all_draws_is_seen(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.slow
-def test_a_law_of_a_trained_layer_that_was_not_drawn_from_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["trained layer", "drafter of another tool"])
+def test_a_law_of_a_layer_that_was_not_drawn_from_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real = eagle.choose
 
     def flattened(*args: Any) -> Any:
         return [type(g)(g.tokens, torch.full_like(g.probs, 1 / VOCABULARY), g.logs) for g in real(*args)]
 
     monkeypatch.setattr(eagle, "choose", flattened)
-    assert chi_square(samples(EXACT["trained layer"])[0], probs()) < 1e-6
+    assert chi_square(samples(EXACT[name])[0], probs()) < 1e-6
 
 
 @pytest.mark.slow

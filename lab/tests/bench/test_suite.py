@@ -15,6 +15,7 @@ import transformers
 
 from shared_models import DRAFT, FIXTURES, REFERENCE
 from shoal.engine.loading.load import load
+from shoal.methods.aded import ADED
 from shoal.methods.d3 import D3
 from shoal.methods.draft_model import DraftModel
 from shoal.methods.full import Full
@@ -98,6 +99,14 @@ def test_a_prompt_that_was_read_before_gives_the_same_text(method: Any) -> None:
         made = suite.together(asked, {"one": ShoalDecoder(engine, method)})["one"]
         assert made.tokens == plain and made.seconds > 0
         assert made.timed <= len(plain) - 2 and (made.timed == len(plain) - 2 or made.accepted)
+
+
+def test_a_run_knows_nothing_of_an_earlier_one() -> None:
+    """Methods that learn from answers would have the whole answer in the second round."""
+    engine = load(str(FIXTURES / REFERENCE), dtype="float32")
+    task, _ = measure._begun(engine, "Tom has 15 cups and buys 4 more. How many cups has he?\n", 40)
+    first, second = (suite.together(task, {"one": ShoalDecoder(engine, ADED())})["one"] for _ in range(2))
+    assert (first.drafted, first.accepted) == (second.drafted, second.accepted)
 
 
 def test_how_far_a_text_is_from_the_best_one() -> None:

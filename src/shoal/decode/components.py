@@ -12,7 +12,7 @@ from shoal.decode.running_sequence import RunningSequence
 from shoal.decode.tree import TokenTree
 from shoal.decode.worker import Component, Keeper, PlanByPrompt, StepReport, Worker
 from shoal.model.kv.cache import KVCache
-from shoal.model.runner import FromLayer, HiddenStateHook, ModelRunner, QueryHook, SequenceChunk, first_seen
+from shoal.model.runner import HiddenStateHook, ModelRunner, OfLayers, QueryHook, SequenceChunk, seen_by
 
 W = TypeVar("W", bound=Worker)
 
@@ -62,7 +62,7 @@ class Components:
             for hook, places in hooks:
                 hook(layer, hidden if places is None else hidden[places])
 
-        return (FromLayer(min(first_seen(hook) for hook, _ in hooks), show),)
+        return (OfLayers({layer for hook, _ in hooks for layer in seen_by(hook, self._runner.num_layers)}, show),)
 
     def with_hooks(self, seqs: Sequence[RunningSequence], chunks: Sequence[SequenceChunk]) -> Sequence[SequenceChunk]:
         """The chunks of the next forward, with their query hooks."""

@@ -41,8 +41,10 @@ from shoal.model.kv.cache import KVCache
 from shoal.model.mtp import MtpLayer
 from shoal.model.packed.source import Source
 from shoal.model.runner import ModelRunner
+from shoal.speculative import eagle_checkpoint
 from shoal.speculative.cost.policy import Meter
-from shoal.speculative.layer_head import MtpHead
+from shoal.speculative.drafter_files import stamp
+from shoal.speculative.layer_head import CheckpointHead, MtpHead
 from shoal.types import MaskedModel, ModelInfo, Result
 
 log = logging.getLogger(__name__)
@@ -114,7 +116,7 @@ class Engine:
             sources=self.runner.sources, by_distance=self.runner.by_distance,
             shows_queries=self.runner.shows_queries, tokenizer=self.tokenizer, draft_engine=self._draft_models,
             tensors=self._tensors, fingerprint=lambda: self.fingerprint, memory=self._memory, changes=self.changes,
-            masked=self.masked, free=self.ranks.size == 1, mtp=self._beside,
+            masked=self.masked, free=self.ranks.size == 1, mtp=self._beside, drafter=self._drafter,
         )
 
     def _beside(self) -> MtpHead | None:
@@ -131,6 +133,22 @@ class Engine:
             self._memory[MtpHead] = None if layer is None else MtpHead(self.runner, layer)
         found: MtpHead | None = self._memory[MtpHead]
         return found
+
+    def _drafter(self, folder: str) -> CheckpointHead:
+        """The drafter of another tool in a folder, made once for files as they are.
+
+        Raises:
+            ValueError: its files cannot be read.
+            Unsupported: it does not fit the model, Shoal does not run it, or the memory does not hold it too.
+        """
+        found = self._memory.get((CheckpointHead, folder))
+        if found is None or found[0] != stamp(folder):
+            checkpoint = eagle_checkpoint.read(folder)
+            if self.limit is not None:
+                self.limit.check_weights(f"the drafter {folder!r}", sum(size for _, _, size in stamp(folder)[1:]))
+            found = self._memory[(CheckpointHead, folder)] = stamp(folder), CheckpointHead(self.runner, checkpoint)
+        head: CheckpointHead = found[1]
+        return head
 
     @property
     def card(self) -> Card:

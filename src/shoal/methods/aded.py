@@ -6,13 +6,13 @@ import heapq
 import itertools
 import math
 import random
+import struct
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
-
-import numpy as np
 
 from shoal.decode.recipe import Recipe
 from shoal.decode.tree import TokenTree
@@ -183,9 +183,10 @@ def _static(path: str, vocab: int | None) -> Counts:
         ValueError: it is cut off, counts nothing, or has tokens that the tokenizer has not.
     """
     try:
-        raw = np.fromfile(path, "<i4").tolist()
+        held = Path(path).read_bytes()
     except OSError as error:
         raise ValueError(f"corpus is {path!r}, which cannot be read: {error}") from error
+    raw = struct.unpack(f"<{len(held) // 4}i", held[: len(held) // 4 * 4])
     found, at = dict[Pair, dict[int, int]](), 0
     while at < len(raw):
         first, second, third, *_, followers = raw[at : at + 5] if at + 5 <= len(raw) else (0, 0, 0, 0, 0)

@@ -21,7 +21,7 @@ from shoal.decode.worker import Drafter, Proposer, StepReport
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
 from shoal.methods.base import Method
-from shoal.methods.common.drafting import brought_layer, check_drafts, check_named
+from shoal.methods.common.drafting import brought_layer, check_drafts, check_named, part_of
 from shoal.methods.common.limits import Guesses
 from shoal.speculative.cost.budget import DraftBudget
 from shoal.speculative.cost.policy import CostModel, DrafterRecord, kept_of
@@ -74,7 +74,8 @@ class Auto(Method):
         length: most tokens to guess at a time.
         draft: a smaller model with the same tokens: its folder, its Hub id, or a loaded transformers model, which is
             not changed; None for none.
-        part: the folder that `shoal train eagle` wrote; None for the head that is known for the model, if there is one.
+        part: the folder that `shoal train eagle` wrote, or one with an EAGLE drafter of another tool; None for what is
+            known for the model, if there is anything.
         keep: a folder for answers, which later starts with the same model guess from, too; None keeps them in memory.
     """
 
@@ -127,11 +128,10 @@ class Auto(Method):
             shape = Branching((1,) * min(_HELPED, self.length))
             name = engine.model_name or "the draft model"
             return ModelProposer(engine.runner, shape, name), DrafterRecord(*_SMALLER, shape.length)
-        if (layer := self._trained(info)) is not None:
-            return layer, DrafterRecord(*_TRAINED, layer.shape.length, _AWAKE)
-        if (layer := self._brought(info)) is not None:
+        if (layer := self._trained(info) or self._brought(info)) is not None:
             share = (1 + info.head_layers) / (info.num_layers + info.head_layers)
-            return layer, DrafterRecord(_BROUGHT, share, layer.shape.length, _AWAKE)
+            prior = (_BROUGHT, share) if layer.second_runner is not None else _TRAINED
+            return layer, DrafterRecord(*prior, layer.shape.length, _AWAKE)
         if info.skips is not None and any(info.skips) and (info.can_split or info.skips[0] == info.skips[1]):
             left = info.num_layers - sum(len(set(layers)) for layers in info.skips) / 2 + info.head_layers
             length = min(_HELPED, self.length)
@@ -148,8 +148,8 @@ class Auto(Method):
             return None
         from shoal.speculative.eagle import LayerProposer
 
-        part, shape = draft_head_file.read(folder, "eagle", info), Branching((1,) * min(_HELPED, self.length))
-        return LayerProposer(part, shape, _SURE)
+        shape = Branching((1,) * min(_HELPED, self.length))
+        return LayerProposer(part_of("eagle", folder, info), shape, _SURE)
 
     def _brought(self, info: ModelInfo) -> LayerProposer | None:
         """Guesses by the layer for further tokens that the model brings, if Shoal runs it."""

@@ -6,7 +6,7 @@ A `SequenceChunk` holds tokens of one sequence. Its plan and a token's step inde
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from types import MappingProxyType
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Part = Literal["layer", "attention", "mlp"]
 HiddenStateHook = Callable[[int, Tensor], None]
 """Called with a layer's number and the hidden states [chunks, nodes, D] that enter it; short chunks are padded. An
-executor may skip the calls of a `FromLayer` before its first layer."""
+executor may skip the calls of an `OfLayers` for all but its layers."""
 QueryHook = Callable[[int, Tensor, Tensor, Tensor], Tensor | None]
 """Called in a layer's attention for one sequence, with the layer's number, rotated queries [heads, nodes, head_dim],
 rotated keys [kv_heads, slots, head_dim] including the nodes' own, and which slots a node may see, bool [nodes, slots].
@@ -162,10 +162,13 @@ class Start:
     Attributes:
         layer: the first layer that runs.
         hidden: its input [chunks, nodes, D], as a hook gets it.
+        beside: [chunks, nodes, rows of q, k and v], added to that layer's queries, keys and values before they are
+            normed and rotated, on packed models of one layer; None for nothing.
     """
 
     layer: int
     hidden: Tensor
+    beside: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,10 +351,10 @@ class ModelRunner(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class FromLayer:
-    """A hook that needs no states of layers before `first`."""
+class OfLayers:
+    """A hook that needs the states of the layers `of` alone."""
 
-    first: int
+    of: Collection[int]
     hook: HiddenStateHook
 
     def __call__(self, layer: int, hidden: Tensor) -> None:
@@ -359,9 +362,10 @@ class FromLayer:
         self.hook(layer, hidden)
 
 
-def first_seen(hook: HiddenStateHook) -> int:
-    """The first layer whose states a hook needs."""
-    return hook.first if isinstance(hook, FromLayer) else 0
+def seen_by(hook: HiddenStateHook | None, num_layers: int) -> list[int]:
+    """The layers whose states a hook needs, ascending."""
+    every = range(num_layers + 1) if hook is not None else ()
+    return sorted(hook.of) if isinstance(hook, OfLayers) else [*every]
 
 
 def greedy(logits: Tensor) -> list[int]:
@@ -448,13 +452,14 @@ def run_layers(
         states: gives the hidden states as the hook gets them.
         keeping: how many layers, from the first on, keep something; None for all.
     """
+    seen = {*seen_by(hook, num_layers)}
     for layer in range(0 if start is None else start.layer, num_layers):
-        if hook is not None:
+        if hook is not None and layer in seen:
             hook(layer, states())
         for piece in layer_work(chunks, layer):
             check_lengths(chunks, piece, layer, cache)
             run(layer, piece)
-    if hook is not None:
+    if hook is not None and num_layers in seen:
         hook(num_layers, states())
     mark_shallow(chunks, cache, keeping)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.errors import Unsupported
+from shoal.speculative.drafter_files import is_drafter
 from shoal.user_cache import cache_folder
 
 if TYPE_CHECKING:
@@ -113,7 +114,8 @@ def read(folder: str, kind: str, info: ModelInfo) -> DraftHead:
 def known(kind: str, info: ModelInfo) -> str | None:
     """The folder of a head of that kind for this model; None if there is none.
 
-    It looks in the user's cache, under `parts`, then among the heads that ship with Shoal.
+    It looks in the user's cache, under `parts`, then among the heads that ship with Shoal. For the kind `eagle` a
+    drafter of another tool under `parts` will do as well, if its sizes are the model's.
     """
     if info.tensors is None or info.fingerprint is None or not info.free:
         return None
@@ -132,7 +134,18 @@ def _known(kind: str, info: ModelInfo) -> str | None:
             continue
         if card["part"] == kind and card.get("layers") == info.num_layers and _is_one_of(card["fingerprints"], info):
             return str(path.parent)
-    return None
+    folders = sorted((cache_folder() / "parts").glob("*")) if kind == "eagle" else []
+    return next((str(folder) for folder in folders if is_drafter(folder) and _runs(folder, info)), None)
+
+
+def _runs(folder: Path, info: ModelInfo) -> bool:
+    """Whether a drafter of another tool runs beside the model; it is then ready."""
+    try:
+        info.drafter(str(folder))
+    except (ValueError, OSError) as reason:  # maybe another model's
+        log.info("%s", reason)
+        return False
+    return True
 
 
 def _is_one_of(fingerprints: Sequence[str], info: ModelInfo) -> bool:

@@ -28,7 +28,7 @@ from shoal.speculative.choose import Guesses, Place, SequenceTree, choose, exten
 from shoal.speculative.draft_head_file import DraftHead
 from shoal.speculative.growth import Growth, TreeShape
 from shoal.speculative.hidden_states import HiddenStates
-from shoal.speculative.layer_head import PLAN, EagleHead, LayerHead, MtpHead
+from shoal.speculative.layer_head import PLAN, EagleHead, LayerHead
 
 
 @dataclass(eq=False)
@@ -36,12 +36,12 @@ class LayerProposer(Proposer):
     """The component `proposer`: trees of guesses from one layer.
 
     Attributes:
-        part: the trained draft head, of kind `eagle`, or the layer that the model brings, beside it.
+        part: the trained draft head, of kind `eagle`, or a layer that is ready beside the model.
         stop: a path with a lower likelihood is not continued.
         nodes: how many of the most likely guesses are verified; None for all.
     """
 
-    part: DraftHead | MtpHead
+    part: DraftHead | LayerHead
     shape: TreeShape
     stop: float = 0.0
     nodes: int | None = None
@@ -52,18 +52,18 @@ class LayerProposer(Proposer):
     @property
     @override
     def second_runner(self) -> ModelRunner | None:
-        return self.part.runner if isinstance(self.part, MtpHead) else None
+        return self.part.runner if isinstance(self.part, LayerHead) else None
 
     @property
     @override
     def kept_bytes(self) -> int:
-        hidden = self.part.hidden if isinstance(self.part, MtpHead) else self.part.size("hidden")
-        return 4 * hidden  # float32 at most, on the kernels
+        numbers = self.part.state_size if isinstance(self.part, LayerHead) else self.part.size("hidden")
+        return 4 * numbers  # float32 at most, on the kernels
 
     def begin(self, runner: ModelRunner, cache: KVCache) -> LayerDrafter:
         """A drafter. All drafters of one model share the head."""
         part = self.part
-        if isinstance(part, MtpHead):
+        if isinstance(part, LayerHead):
             return LayerDrafter(self, part, runner, cache)
         if self._head is None or self._head[0] is not runner:
             self._head = runner, EagleHead(runner, part)
@@ -102,8 +102,7 @@ class LayerDrafter(Drafter):
         self._shape, self._nodes, self._head = proposer.shape, proposer.nodes, head
         self._straight = all(proposer.shape.width(level) == 1 for level in range(proposer.shape.length))
         self._least = math.log(proposer.stop) if proposer.stop > 0 else -math.inf
-        self._runner, self._hidden = runner, HiddenStates(runner, cache)
-        self._cache = head.cache()
+        self._hidden, self._cache = HiddenStates(runner, cache, head.taps), head.cache()
         self._seqs: list[SequenceState] = []
         self._origins: dict[SequenceState, int] = {}
         self._first: dict[int, tuple[Tensor, Tensor]] = {}
@@ -164,13 +163,14 @@ class LayerDrafter(Drafter):
 
     def _guess(self, some: _Waiting, wishes: Sequence[ChainWish]) -> list[list[int]]:
         """Feed the pairs of some sequences and let the layer continue each; return each sequence's guesses."""
-        chunks, states, known = [], [], list[Tensor]()
+        chunks, states, tokens = [], [], list[int]()
         for seq_id, (seq, own) in some.items():
             nothing = [0] * len(own)
             chunks.append(SequenceChunk(seq_id, nothing, nothing, PLAN, wanted=1))
             states.append(own)
-            known += map(self._head.share, self._successors(seq_id, seq, len(own)))
-        found = self._head.guess(chunks, self._cache, states, known, wishes, self._least)
+            tokens += self._successors(seq_id, seq, len(own))
+        assert isinstance(self._head, EagleHead)
+        found = self._head.guess(chunks, self._cache, states, tokens, wishes, self._least)
         for chunk in chunks:
             self._cache.commit(chunk.seq, range(len(chunk.tokens)))
         return found
@@ -222,20 +222,21 @@ class LayerDrafter(Drafter):
 
     def _read_some(self, waiting: _Waiting) -> _Waiting:
         """Run one forward over the first pairs of each sequence; return the pairs that are left."""
-        left, chunks, vectors, room = {}, [], [], self._head.most
+        left, chunks, read, tokens, room = {}, list[SequenceChunk](), list[Tensor](), list[int](), self._head.most
         for place, (seq_id, (seq, states)) in enumerate(waiting.items()):
             count = min(len(states), max(1, room // (len(waiting) - place)), room)
             if not count:
                 left[seq_id] = seq, states
                 continue
             room -= count
-            read = self._runner.normed(states[:count])
-            vectors.append(self._head.fused(read, self._successors(seq_id, seq, count)))
+            read.append(states[:count])
+            tokens += self._successors(seq_id, seq, count)
             chunks.append(SequenceChunk(seq_id, range(count), [0] * count, PLAN))
             if count < len(states):
                 left[seq_id] = seq, states[count:]
-        fed = vectors[0] if len(vectors) == 1 else torch.cat(vectors)
-        logits, outputs = self._head.run(chunks, self._cache, fed)
+        every = read[0] if len(read) == 1 else torch.cat(read)
+        fed = self._head.fused(self._head.read(every), tokens)
+        logits, outputs = self._head.run(chunks, self._cache, *fed)
         ends = accumulate(len(chunk.tokens) for chunk in chunks)
         for chunk, end, values in zip(chunks, ends, logits, strict=True):
             self._cache.commit(chunk.seq, range(len(chunk.tokens)))
@@ -257,8 +258,8 @@ class LayerDrafter(Drafter):
             picked += [base + leaf.node - nodes.start for leaf in one.leaves]
             base += len(nodes)
             one.seq.ledger.draft_forwards += 1
-        fed = self._head.fused(self._head.normed(torch.stack(states)), tokens)
-        logits, outputs = self._head.run(chunks, self._cache, fed)
+        fed = self._head.fused(self._head.passed_on(torch.stack(states)), tokens)
+        logits, outputs = self._head.run(chunks, self._cache, *fed)
         first = 0
         for one, chunk in zip(grown, chunks, strict=True):
             one.states += outputs[first : first + len(chunk.tokens)].unbind()

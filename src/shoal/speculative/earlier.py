@@ -17,8 +17,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Generic, Literal, TypeVar
 
-import numpy as np
-
 from shoal.speculative.suffix_matcher import LONGEST, matched_in
 
 log = logging.getLogger(__name__)
@@ -122,7 +120,7 @@ _FLAGS = {"ab": os.O_WRONLY | os.O_CREAT | os.O_APPEND, "wb": os.O_WRONLY | os.O
 
 
 def _record(tokens: Sequence[int]) -> bytes:
-    body = np.asarray(tokens, "<i4").tobytes()
+    body = struct.pack(f"<{len(tokens)}i", *tokens)
     return _HEAD.pack(len(tokens), zlib.crc32(body)) + body
 
 
@@ -135,7 +133,7 @@ def _records(path: Path) -> Iterator[list[int]]:
         if count <= 0 or len(body) < 4 * count or zlib.crc32(body) != check:
             log.warning("%s is damaged; of its answers those before byte %d are used", path, at)
             return
-        yield np.frombuffer(body, "<i4").tolist()
+        yield list(struct.unpack(f"<{count}i", body))
         at += _HEAD.size + len(body)
 
 

@@ -1,4 +1,4 @@
-"""The target's hidden states at committed tokens, after the last layer or another: what draft heads read.
+"""The target's hidden states at committed tokens, after the last layer or before others: what draft heads read.
 
 Only forwards that ran while the worker had the sequence are seen. A prompt whose prefix is in the cache does not run
 that prefix again, so the states of its first positions are unknown.
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from shoal.model.runner import FromLayer, HiddenStateHook, SequenceChunk
+from shoal.model.runner import HiddenStateHook, OfLayers, SequenceChunk
 
 if TYPE_CHECKING:
     from shoal.decode.sequence import SequenceState
@@ -37,10 +37,15 @@ class _Read:
 
 
 class HiddenStates:
-    """Collects, for every sequence, the target's states that enter a layer or the last norm at its committed tokens."""
+    """Collects, for every sequence, the target's states that enter layers or the last norm at its committed tokens.
 
-    def __init__(self, runner: ModelRunner, cache: KVCache, layer: int | None = None) -> None:
-        self._layer, self._cache = runner.num_layers if layer is None else layer, cache
+    Args:
+        layers: whose inputs [D] are kept, ascending, one after the other, of k layers [k D]; None for what enters the
+            last norm.
+    """
+
+    def __init__(self, runner: ModelRunner, cache: KVCache, layers: Sequence[int] | None = None) -> None:
+        self._layers, self._cache = layers or (runner.num_layers,), cache
         self._hidden: dict[SequenceState, _Read] = {}
 
     def watch(self, seqs: Sequence[SequenceState], chunks: Sequence[SequenceChunk]) -> HiddenStateHook:
@@ -49,12 +54,18 @@ class HiddenStates:
         fed = [(self._settled(seq), self._cache.positions[seq.seq_id], chunk)
                for seq, chunk in zip(seqs, chunks, strict=True)]
 
+        found: list[Tensor] = []
+
         def hook(layer: int, hidden: Tensor) -> None:
-            if layer == self._layer:
-                for (one, base, chunk), states in zip(fed, hidden, strict=True):
+            if layer not in self._layers:
+                return
+            found.append(hidden)
+            if layer == self._layers[-1]:
+                joined = hidden if len(found) == 1 else torch.cat(found, -1)
+                for (one, base, chunk), states in zip(fed, joined, strict=True):
                     one.last = base, chunk, states
 
-        return FromLayer(self._layer, hook)
+        return OfLayers(self._layers, hook)
 
     def fork(self, seq: SequenceState, children: Sequence[SequenceState]) -> None:
         """Copy the states of `seq` to sequences that were forked from it."""

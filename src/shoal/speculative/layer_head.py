@@ -1,4 +1,4 @@
-"""A decoder layer and a head that guess beside the target: trained, as EAGLE has them, or brought by the model.
+"""A decoder layer and a head that guess beside the target: trained, here or elsewhere, or brought by the model.
 
 The packed executor runs the layer, fed with vectors in place of tokens. On the native kernels the vectors are laid
 where the kernels look embeddings up, so that a forward stays one call.
@@ -6,6 +6,7 @@ where the kernels look embeddings up, so that a forward stays one call.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,8 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm
 from torch.nn.utils.rnn import pad_sequence
+from typing_extensions import override
 
 from shoal.depth.plan import DepthPlan
+from shoal.errors import Unsupported
 from shoal.model.kv.cache import KVCache
 from shoal.model.mtp import MtpLayer
 from shoal.model.packed import native
@@ -26,9 +29,11 @@ from shoal.model.packed.linear import Dense, Quant
 from shoal.model.packed.native_calls import LIMIT
 from shoal.model.packed.native_runner import NativeRunner
 from shoal.model.packed.runner import PackedRunner
+from shoal.model.packed.shape import Shape
 from shoal.model.packed.source import Source, TensorSource
-from shoal.model.runner import ModelRunner, SequenceChunk, Start
+from shoal.model.runner import ModelRunner, OfLayers, SequenceChunk, Start
 from shoal.speculative.draft_head_file import DraftHead, guessed_tokens
+from shoal.speculative.eagle_checkpoint import EagleCheckpoint
 
 Product = Callable[[Tensor], Tensor]
 
@@ -149,35 +154,33 @@ _KEPT = 4096
 """Tokens whose shares are at hand."""
 
 
-class LayerHead:
-    """A decoder layer that continues the target's states and guesses by the target's head, fed with vectors.
+class LayerHead(ABC):
+    """A decoder layer that continues the target's states and guesses, fed with vectors.
 
     Args:
         layer: the layer as a model of its own, with the head's rows of the tokens that are guessed.
-        of_states, of_tokens: what joins the state before a token and its embedding, each normed by its size: [D, D].
-        eps: of these norms.
-        names: the tokens that are guessed, in the order of the layer's head.
+        names: these tokens, in the order of the layer's head.
 
     Attributes:
+        hidden: D of the vectors.
+        taps: the target's layers whose inputs are read, ascending; None for what enters its last norm.
+        state_size: numbers that are read of each of the target's tokens.
         most: vectors that a forward may take.
         chain: how it goes on by itself within one call; None where it cannot.
         ids, names: the tokens that are guessed, int64 [n] and as a sequence; `whole` if these are all.
     """
 
-    def __init__(
-        self, target: ModelRunner, layer: PackedRunner, of_states: Tensor, of_tokens: Tensor, eps: float,
-        names: Sequence[int],
-    ) -> None:
-        self._target, self._layer, self._eps, self.names = target, layer, eps, names
-        self.hidden, self.vocabulary = len(of_states), target.vocab_size
+    taps: tuple[int, ...] | None = None
+    chain: native.NativeChain | None = None
+
+    def __init__(self, target: ModelRunner, layer: PackedRunner, names: Sequence[int]) -> None:
+        self._target, self._layer, self.names = target, layer, names
+        self.hidden, self.vocabulary = layer.shape.hidden, target.vocab_size
+        self.state_size = self.hidden
         self.whole = isinstance(names, range)
-        self.most = LIMIT if self.whole else min(LIMIT, len(names))
+        self.most = min(LIMIT, len(names)) if isinstance(layer, _FedRunner) and not self.whole else LIMIT
         self.ids = torch.tensor(names, device=target.device)
         self._dtype = layer.dtype
-        self._of_states, self._of_tokens = (packed(target, half) for half in (of_states, of_tokens))
-        self._places = {} if self.whole else {token: place for place, token in enumerate(names)}
-        self._embedded = torch.empty(0, self.hidden) if self.whole else self._shares(names)
-        self.chain: native.NativeChain | None = None
         self._lines: dict[int, Tensor] = {}
 
     @property
@@ -189,16 +192,18 @@ class LayerHead:
         """An empty cache for the layer."""
         return self._layer.new_cache(0)
 
-    def run(self, chunks: Sequence[SequenceChunk], cache: KVCache, vectors: Tensor) -> tuple[Tensor, Tensor]:
+    def run(
+        self, chunks: Sequence[SequenceChunk], cache: KVCache, vectors: Tensor, beside: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Feed vectors.
 
         Args:
             chunks: of the plan `PLAN`, ascending sequences, `most` nodes in all; their tokens are only counted.
             cache: of `cache`; the nodes stay there as scratch.
-            vectors: [nodes of all chunks, D], of `fused`.
+            vectors, beside: [nodes of all chunks, D] and [nodes, rows of q, k and v] or None, of `fused`.
 
         Returns:
-            Logits [sum of wanted, n], and states [nodes, D] of which `normed` makes what the head's matrix reads.
+            Logits [sum of wanted, n], and the layer's states [nodes, D], which `passed_on` makes ready to go on.
         """
         sizes = [len(chunk.tokens) for chunk in chunks]
         seen: list[Tensor] = []
@@ -207,61 +212,79 @@ class LayerHead:
             if layer == 1:
                 seen.extend(own[:size] for own, size in zip(hidden, sizes, strict=True))
 
+        shown = OfLayers((1,), hook)
         if isinstance(self._layer, _FedRunner):
-            logits = self._layer.fed(chunks, cache, vectors, hook)
+            logits = self._layer.fed(chunks, cache, vectors, shown)
         else:
-            start = Start(0, pad_sequence(list(vectors.split(sizes)), batch_first=True))
-            numbered = [replace(chunk, tokens=range(len(chunk.tokens))) for chunk in chunks]
-            logits = self._layer.forward(numbered, cache, hook, start=start)
+            fed, more = (None if one is None else pad_sequence(list(one.split(sizes)), batch_first=True)
+                         for one in (vectors, beside))
+            assert fed is not None
+            numbered = [replace(chunk, tokens=[0] * len(chunk.tokens)) for chunk in chunks]
+            logits = self._layer.forward(numbered, cache, shown, start=Start(0, fed, more))
         return logits, seen[0] if len(seen) == 1 else torch.cat(seen)
 
-    def normed(self, states: Tensor) -> Tensor:
-        """What the head's matrix reads [n, D] of states [n, D] that `run` gave."""
+    def read(self, states: Tensor) -> Tensor:
+        """What `fused` joins with the tokens that follow [n, ..], of the target's states [n, state_size]."""
+        return self._target.normed(states)
+
+    def passed_on(self, states: Tensor) -> Tensor:
+        """The same, of the layer's own states [n, D]."""
         return self._layer.normed(states)
 
-    def guess(
-        self, chunks: Sequence[SequenceChunk], cache: KVCache, states: Sequence[Tensor], known: Sequence[Tensor],
-        wishes: Sequence[native.ChainWish], least: float,
-    ) -> list[list[int]]:
-        """Feed vectors, and return what the layer guesses behind each chunk, in one call; only where there is `chain`.
+    @abstractmethod
+    def fused(self, states: Tensor, tokens: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+        """What `run` takes: of states, by `read` or `passed_on`, and the tokens after them."""
 
-        Args:
-            chunks, cache: as for `run`; what is fed stays as scratch, guesses do not.
-            states: the target's last states before each token, in pieces [n, D].
-            known: what the tokens add, likewise.
-            wishes, least: see `NativeModel.guess`.
-        """
-        assert self.chain is not None and isinstance(self._layer, _FedRunner)
-        paths = self._layer.guess(chunks, cache, self.chain, states, known, wishes, least)
-        return [[self.names[place] for place in path] for path, _ in paths]
+    @abstractmethod
+    def _computed(self, tokens: Sequence[int]) -> Tensor:
+        """What tokens add to what the layer reads [n, ..]."""
 
-    @torch.no_grad()
-    def fused(self, states: Tensor, tokens: Sequence[int]) -> Tensor:
-        """What enters the layer [n, D]: states [n, D] as the head's matrix reads them, and the tokens after them."""
-        places = [self._places.get(token) for token in tokens]
-        embedded = self._shares(tokens) if None in places else self._embedded[places]
-        return (self._of_states(self._normed(states)) + embedded).to(self._dtype)
+    def shares(self, tokens: Sequence[int]) -> Tensor:
+        """What tokens add to what the layer reads [n, ..]; that of recent ones is kept."""
+        new = [token for token in dict.fromkeys(tokens) if token not in self._lines]
+        if len(self._lines) + len(new) > _KEPT:
+            self._lines.clear()
+            new = [*dict.fromkeys(tokens)]
+        if new:
+            self._lines |= zip(new, self._computed(new).split(1), strict=True)
+        return torch.cat([self._lines[token] for token in tokens])
 
-    def share(self, token: int) -> Tensor:
-        """What a token adds to the state before it [1, D]; that of the last few thousand is kept."""
-        known = self._lines.get(token)
-        if known is None:
-            if len(self._lines) >= _KEPT:
-                self._lines.clear()
-            place = self._places.get(token)
-            known = self._lines[token] = self._shares([token]) if place is None else self._embedded[place : place + 1]
-        return known
-
-    def _shares(self, tokens: Sequence[int]) -> Tensor:
-        """What tokens add to the states before them [n, D], computed; for those that are guessed it is done once."""
+    def _embeddings(self, tokens: Sequence[int]) -> Tensor:
+        """The target's embeddings of tokens [n, D]."""
         ids = torch.tensor(tokens, device=self.ids.device)
-        return self._of_tokens(self._normed(self._target.embed(ids, torch.zeros_like(ids))))
+        return self._target.embed(ids, torch.zeros_like(ids))
+
+
+class JoinedHead(LayerHead):
+    """A layer whose vectors are sums of two products, with states and with embeddings, each normed by its size.
+
+    Args:
+        of_states, of_tokens: what joins the state before a token and its embedding: [D, D].
+        eps: of these norms.
+    """
+
+    def __init__(
+        self, target: ModelRunner, layer: PackedRunner, of_states: Tensor, of_tokens: Tensor, eps: float,
+        names: Sequence[int],
+    ) -> None:
+        super().__init__(target, layer, names)
+        self._eps = eps
+        self._of_states, self._of_tokens = (packed(target, half) for half in (of_states, of_tokens))
+
+    @override
+    @torch.no_grad()
+    def fused(self, states: Tensor, tokens: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+        return (self._of_states(self._normed(states)) + self.shares(tokens)).to(self._dtype), None
+
+    @override
+    def _computed(self, tokens: Sequence[int]) -> Tensor:
+        return self._of_tokens(self._normed(self._embeddings(tokens)))
 
     def _normed(self, x: Tensor) -> Tensor:
         return rms_norm(x.to(self._dtype), (self.hidden,), eps=self._eps)
 
 
-class EagleHead(LayerHead):
+class EagleHead(JoinedHead):
     """The trained layer and head of kind `eagle`: on the target's device, native if that is.
 
     The layer has the target's dtype where the packed block has that, and multiplies in 8 bits where the target does.
@@ -283,25 +306,126 @@ class EagleHead(LayerHead):
         of_states, of_tokens = (part.take(FUSE, shape.hidden, 2 * shape.hidden) * factors).split(shape.hidden, 1)
         part.check_taken()
         super().__init__(target, layer, of_states, of_tokens, shape.eps, names)
+        self._places = {token: place for place, token in enumerate(names)}
+        self._table = self._computed(names)
         if isinstance(target, NativeRunner) and isinstance(self._of_states, NativeProduct):
             norm, eps = target.weights.final_norm, target.shape.eps
-            self.chain = native.NativeChain(self._of_states.held, self._embedded, norm, eps)
+            self.chain = native.NativeChain(self._of_states.held, self._table, norm, eps)
+
+    @override
+    def shares(self, tokens: Sequence[int]) -> Tensor:
+        places = [self._places.get(token) for token in tokens]
+        return super().shares(tokens) if None in places else self._table[places]
+
+    def guess(
+        self, chunks: Sequence[SequenceChunk], cache: KVCache, states: Sequence[Tensor], tokens: Sequence[int],
+        wishes: Sequence[native.ChainWish], least: float,
+    ) -> list[list[int]]:
+        """Feed vectors, and return what the layer guesses behind each chunk, in one call; only where there is `chain`.
+
+        Args:
+            chunks, cache: as for `run`; what is fed stays as scratch, guesses do not.
+            states: the target's last states before each token, in pieces [n, D].
+            tokens: those after the states.
+            wishes, least: see `NativeModel.guess`.
+        """
+        assert self.chain is not None and isinstance(self._layer, _FedRunner)
+        paths = self._layer.guess(chunks, cache, self.chain, states, [*map(self._share, tokens)], wishes, least)
+        return [[self.names[place] for place in path] for path, _ in paths]
+
+    def _share(self, token: int) -> Tensor:
+        place = self._places.get(token)
+        return super().shares([token]) if place is None else self._table[place : place + 1]
 
 
-class MtpHead(LayerHead):
+class MtpHead(JoinedHead):
     """The layer that a model brings for further tokens, before the model's own head; ValueError if it is damaged."""
 
     def __init__(self, target: ModelRunner, mtp: MtpLayer) -> None:
         of_states, of_tokens = mtp.join()
-        own, every = layer_beside(target, mtp.config, mtp.source), range(target.vocab_size)
-        head = target.weights.head if isinstance(target, PackedRunner) else Dense(target.head_rows(every).to(own.dtype))
-        weights, shape = replace(own.weights, embedding=head, head=head), replace(own.shape, vocab=len(every))
-        layer = type(own)(shape, weights, own.rotary, own.dtype, own.device)
-        super().__init__(target, layer, of_states, of_tokens, shape.eps, every)
+        layer = before_head_of(target, layer_beside(target, mtp.config, mtp.source))
+        super().__init__(target, layer, of_states, of_tokens, layer.shape.eps, range(target.vocab_size))
 
 
-def layer_beside(target: ModelRunner, config: Any, source: Source) -> PackedRunner:
+class CheckpointHead(LayerHead):
+    """A drafter of EAGLE's family that others have trained, beside the target.
+
+    Raises:
+        Unsupported: its tensors do not fit together, or it is for another model.
+    """
+
+    def __init__(self, target: ModelRunner, drafter: EagleCheckpoint) -> None:
+        drafter.check(target.head_rows([0]).shape[1], target.vocab_size, target.num_layers)
+        self.taps = drafter.taps(target.num_layers)
+        try:
+            layer = layer_beside(target, drafter.config, drafter.source(), drafter.shaped)
+        except Unsupported as reason:
+            raise drafter.files.refusal(f"{reason.what}: {reason.why}") from None
+        layer = layer if drafter.own_head else before_head_of(target, layer)
+        super().__init__(target, layer, drafter.names)
+        self.state_size, self._eps = drafter.states * drafter.target_hidden, layer.shape.eps
+        vectors = layer.weights.final_norm
+        join, bias = drafter.join()
+        self._norms = [norm.to(vectors) for norm in drafter.state_norms()]
+        table, norm = drafter.table(), drafter.embedding_norm()
+        self._table = None if table is None else table.to(target.device)
+        self._norm = None if norm is None else norm.to(vectors)
+        self._bias = None if bias is None else bias.to(vectors)
+        self._hidden_norm = drafter.hidden_norm().to(vectors) if drafter.normed_first else None
+        self._wide, self._gives_normed = drafter.wide, drafter.gives_normed
+        halves = (drafter.beside(), join) if drafter.wide else join.split(self.hidden, 1)
+        self._of_tokens, self._of_states = (packed(target, half) for half in halves)
+        drafter.files.check_taken()
+
+    @override
+    @torch.no_grad()
+    def read(self, states: Tensor) -> Tensor:
+        if not self._wide:
+            return super().read(states)
+        if self._norms:
+            sizes = [len(norm) for norm in self._norms]
+            parts = zip(states.to(self._norms[0]).split(sizes, 1), self._norms, strict=True)
+            states = torch.cat([self._scaled(part, norm) for part, norm in parts], 1)
+        joined = self._of_states(states)
+        return joined if self._bias is None else joined + self._bias
+
+    @override
+    def passed_on(self, states: Tensor) -> Tensor:
+        return super().passed_on(states) if self._gives_normed else states
+
+    @override
+    @torch.no_grad()
+    def fused(self, states: Tensor, tokens: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+        if not self._wide:
+            return self._of_states(states) + self.shares(tokens), None
+        if self._hidden_norm is not None:
+            states = self._scaled(states.to(self._hidden_norm), self._hidden_norm)
+        return states, self.shares(tokens)
+
+    @override
+    def _computed(self, tokens: Sequence[int]) -> Tensor:
+        embedded = self._embeddings(tokens) if self._table is None else self._table[list(tokens)]
+        if self._norm is not None:
+            embedded = self._scaled(embedded.to(self._norm), self._norm)
+        shares = self._of_tokens(embedded)
+        return shares if self._wide or self._bias is None else shares + self._bias
+
+    def _scaled(self, x: Tensor, norm: Tensor) -> Tensor:
+        return rms_norm(x, norm.shape, norm, self._eps)
+
+
+def layer_beside(
+    target: ModelRunner, config: Any, source: Source, shaped: Callable[[Shape], Shape] | None = None
+) -> PackedRunner:
     """A model of one layer that works beside the target: in its dtype, or in 8 bits where it multiplies in 8 bits."""
     dtype = torch.float32 if target.dtype == torch.float16 else target.dtype
     quant: Quant | None = "int8" if target.activation_dtype == torch.int8 else None
-    return build(config, source, dtype, target.device, quant, kernels=isinstance(target, NativeRunner))
+    return build(config, source, dtype, target.device, quant, kernels=isinstance(target, NativeRunner), shaped=shaped)
+
+
+def before_head_of(target: ModelRunner, layer: PackedRunner) -> PackedRunner:
+    """A layer whose outputs go through the target's head instead of its own."""
+    every = range(target.vocab_size)
+    head = target.weights.head if isinstance(target, PackedRunner) else Dense(target.head_rows(every).to(layer.dtype))
+    weights, shape = replace(layer.weights, embedding=head, head=head), replace(layer.shape, vocab=len(every))
+    return type(layer)(shape, weights, layer.rotary, layer.dtype, layer.device)

@@ -77,6 +77,18 @@ def test_wrong_batches(model: NativeModel, changes: dict[str, Any], message: str
     assert all(torch.equal(a, b) for a, b in zip(before, keys + values, strict=True))
 
 
+def test_wrong_places_of_states_and_additions(model: NativeModel) -> None:
+    keys, values = storage(Case(), rows=2, capacity=8)
+    kv, rows, hidden = model.bind(keys, values), model.shape.qkv_rows_of(0), model.shape.hidden
+    taps = torch.full((2, 3, hidden), torch.nan)
+    model.forward(GOOD, kv, taps=taps, tapped=[0, 2])
+    assert taps.isfinite().all()
+    with pytest.raises(ValueError, match=r"taps is .*\[1, 3, 48\]"):
+        model.forward(GOOD, kv, taps=taps[:1], tapped=[0, 2])
+    with pytest.raises(ValueError, match="added beside is for models of one layer, not of 3"):
+        model.forward(GOOD, kv, beside=torch.zeros(3, rows))
+
+
 def test_a_layer_without_storage_may_rest_but_not_attend(model: NativeModel) -> None:
     keys, values = storage(Case(), rows=2, capacity=8)
     keys[1] = values[1] = None  # type: ignore[call-overload]

@@ -24,7 +24,7 @@ from shoal.decode.tree import TokenTree
 from shoal.decode.worker import Drafter, Proposer, StepReport
 from shoal.errors import Unsupported
 from shoal.model.kv.cache import KVCache
-from shoal.model.runner import FromLayer, HiddenStateHook, ModelRunner, SequenceChunk
+from shoal.model.runner import HiddenStateHook, ModelRunner, OfLayers, SequenceChunk
 from shoal.speculative.draft_head_file import DraftHead
 from shoal_lab.drafts.prompt_tree import PromptTree, PromptTrees
 
@@ -112,7 +112,7 @@ class PromptDrafter(Drafter):
                     if chunk.vectors is not None:
                         self._ready[seq] = _Ready(states[chunk.with_ids : len(chunk.tokens)].clone())
 
-        return FromLayer(self._runner.num_layers, hook)
+        return OfLayers((self._runner.num_layers,), hook)
 
     @override
     def fork(self, seq: SequenceState, children: Sequence[SequenceState]) -> None:

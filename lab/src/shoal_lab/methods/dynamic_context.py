@@ -108,7 +108,7 @@ class GateKeeper(Keeper):
         from shoal.speculative.hidden_states import HiddenStates
 
         self._method, self._gate, self._cache = method, gate, cache
-        self._hidden = HiddenStates(runner, cache, gate.layer)
+        self._hidden = HiddenStates(runner, cache, (gate.layer,))
 
     def watch(self, seqs: Sequence[SequenceState], chunks: Sequence[SequenceChunk]) -> HiddenStateHook | None:
         """Read tokens of answers."""

@@ -23,7 +23,6 @@ from shoal.speculative.cost.policy import Goodput, Width
 
 if TYPE_CHECKING:
     from shoal.decode.rules.accept import Rule
-    from shoal.speculative.draft_head_file import DraftHead
     from shoal.speculative.eagle import LayerProposer
     from shoal.speculative.growth import TreeShape
     from shoal.types import ModelInfo
@@ -195,7 +194,8 @@ class TrainedMethod(DraftingMethod):
     """A method whose guesses come from a draft head that was trained on the model's own answers.
 
     Attributes:
-        part: the folder that `shoal train` wrote; None for the head that is known for the model.
+        part: the folder that `shoal train` wrote, or for `eagle` one with a drafter of another tool; None for what is
+            known for the model.
     """
 
     needs: ClassVar[tuple[str, ...]] = ("a part trained for the model",)
@@ -203,7 +203,7 @@ class TrainedMethod(DraftingMethod):
 
     part: str | None = field(default=None)
 
-    def guessing(self, info: ModelInfo, make: Callable[[DraftHead], Any]) -> Proposer:
+    def guessing(self, info: ModelInfo, make: Callable[[Any], Any]) -> Proposer:
         """The proposer that `make` makes of the head (see `part_of`); all requests of a method share it."""
         if info.tensors is None:
             return Absent()
@@ -212,33 +212,38 @@ class TrainedMethod(DraftingMethod):
 
 
 def made_of(
-    kind: str, folder: str | None, info: ModelInfo, make: Callable[[DraftHead], T], key: str = ""
-) -> tuple[DraftHead, T]:
+    kind: str, folder: str | None, info: ModelInfo, make: Callable[[Any], T], key: str = ""
+) -> tuple[Any, T]:
     """A draft head, read by `part_of`, and what `make` makes of it: one object for all requests with that key."""
+    from shoal.speculative.draft_head_file import DraftHead
+
     part, where = part_of(kind, folder, info), (kind, folder, key)
+    held = part.tensors if isinstance(part, DraftHead) else part
     known = info.memory.get(where)
-    if known is None or known[0] is not part.tensors:
-        known = info.memory[where] = part.tensors, make(part)
+    if known is None or known[0] is not held:
+        known = info.memory[where] = held, make(part)
     made: T = known[1]
     return part, made
 
 
-def part_of(kind: str, folder: str | None, info: ModelInfo) -> DraftHead:
-    """The draft head in a folder, or the known one of the model.
+def part_of(kind: str, folder: str | None, info: ModelInfo) -> Any:
+    """The draft head in a folder, or the known one of the model: a `DraftHead`, or a drafter of another tool, ready.
 
     Raises:
         ValueError: no draft head was named and none is known, or it cannot be read, or is of another kind.
-        Unsupported: it was trained for another model.
+        Unsupported: it was trained for another model, or the memory does not hold it too.
     """
     if not info.free:
         what, why = f"{kind} with tensor parallelism", "each process has a slice of the head alone"
         raise Unsupported(what, why, "Use one process, or replicas")
-    from shoal.speculative import draft_head_file
+    from shoal.speculative import draft_head_file, drafter_files
 
     found = folder or draft_head_file.known(kind, info)
     if found is None:
         raise ValueError(f"{kind} has no trained part, and none is known for this model; give part, the folder that "
                          f"`shoal train {kind}` wrote")
+    if kind == "eagle" and drafter_files.is_drafter(found):
+        return info.drafter(found)
     return draft_head_file.read(found, kind, info)
 
 

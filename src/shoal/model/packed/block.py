@@ -25,15 +25,17 @@ dimensions, since values lie in k. A layer that reads the keys and values of ano
 
 
 def attention(
-    x: Tensor, layer: Layer, shape: Shape, dtype: torch.dtype, tables: tuple[Tensor, Tensor] | None, attend: Attend
+    x: Tensor, layer: Layer, shape: Shape, dtype: torch.dtype, tables: tuple[Tensor, Tensor] | None, attend: Attend,
+    beside: Tensor | None = None,
 ) -> Tensor:
     """What the attention sublayer adds to the residual stream `x` [T, hidden].
 
     Args:
         tables: cos and sin [T, rotary_dim / 2] of the tokens; None for a layer without rotary embedding.
         attend: writes k and v to the cache and attends.
+        beside: [T, rows], added to what the fused projection gives; None for nothing.
     """
-    q, k, v, gate = projected(x, layer, shape, dtype, tables)
+    q, k, v, gate = projected(x, layer, shape, dtype, tables, beside)
     mixed = attend(q, k, v)
     if layer.latent is not None:
         mixed = layer.latent.opened(mixed)
@@ -50,11 +52,14 @@ def kept(x: Tensor, norm: Tensor | None, shape: Shape, part: int) -> Tensor:
 
 
 def projected(
-    x: Tensor, layer: Layer, shape: Shape, dtype: torch.dtype, tables: tuple[Tensor, Tensor] | None
+    x: Tensor, layer: Layer, shape: Shape, dtype: torch.dtype, tables: tuple[Tensor, Tensor] | None,
+    beside: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Q, k and v as `Attend` takes them, and the gate of the outputs, or None, of the stream `x` [T, hidden]."""
     normed = _norm(x, layer.attention_norm, shape.eps, layer.attention_norm_bias).to(dtype)
     lines = applied(layer.qkv, normed, layer.qkv_bias)
+    if beside is not None:
+        lines = lines + beside.to(lines)
     if shape.qkv_limit is not None:
         lines = lines.clamp(-shape.qkv_limit, shape.qkv_limit)
     if layer.latent is not None:

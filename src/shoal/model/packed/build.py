@@ -178,7 +178,7 @@ def file_packer(
 
 def build(
     config: Any, source: Source, dtype: torch.dtype, device: torch.device, quant: Quant | None = None, *,
-    kernels: bool = True,
+    kernels: bool = True, shaped: Callable[[Shape], Shape] | None = None,
 ) -> PackedRunner:
     """Pack a decoder; Unsupported if the model or the dtype does not fit the packed block.
 
@@ -186,8 +186,10 @@ def build(
         source: weights by name; those of a GGUF file keep their types unless `quant` is given.
         quant: how matrices are quantised; None keeps them in `dtype`.
         kernels: whether to use the native kernels if they can run.
+        shaped: changes the config's shape, for decoders that differ from their type's; None leaves it.
     """
     shape = shape_of(config, dtype)
+    shape = shape if shaped is None else shaped(shape)
     check(dtype, quant)
     numbers = in_numbers(config, source)
     source = source if numbers is None else numbers

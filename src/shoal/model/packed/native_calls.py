@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from shoal.model.kv.cache import KVCache
 from shoal.model.kv.layer import KVLayer
 from shoal.model.packed import native
-from shoal.model.runner import FromLayer, HiddenStateHook, SequenceChunk
+from shoal.model.runner import HiddenStateHook, OfLayers, SequenceChunk, Start
 
 LIMIT = native.MAX_TOKENS
 """Most tokens of one call."""
@@ -35,7 +35,12 @@ class KernelCall:
     chunks: list[SequenceChunk]
     places: list[tuple[int, int]]
 
-    def entering(self, hidden: Tensor) -> Tensor:
+    def entering(self, start: Start) -> Start:
+        """Where these chunks begin, out of where all chunks do."""
+        beside = None if start.beside is None else self._own(start.beside)
+        return replace(start, hidden=self._own(start.hidden), beside=beside)
+
+    def _own(self, hidden: Tensor) -> Tensor:
         """The states [chunks, nodes, D] of these chunks, padded, out of those of all chunks."""
         pieces = zip(self.places, self.chunks, strict=True)
         return pad_sequence([hidden[number, first : first + len(chunk.tokens)] for (number, first), chunk in pieces],
@@ -45,8 +50,8 @@ class KernelCall:
 class States:
     """Joins the hidden states of several calls for one hook."""
 
-    def __init__(self, num_layers: int, first: int) -> None:
-        self._layers = range(first, num_layers + 1)
+    def __init__(self, layers: Sequence[int]) -> None:
+        self._layers = layers
         self._found: dict[tuple[int, int], dict[int, Tensor]] = {}
 
     def of(self, call: KernelCall) -> HiddenStateHook:
@@ -56,7 +61,7 @@ class States:
             for place, chunk, own in zip(call.places, call.chunks, states, strict=True):
                 self._found.setdefault(place, {})[layer] = own[: len(chunk.tokens)].clone()
 
-        return FromLayer(self._layers.start, hook)
+        return OfLayers(self._layers, hook)
 
     def show(self, hook: HiddenStateHook) -> None:
         """Show the joined states [chunks, nodes, D] layer by layer."""

@@ -39,11 +39,11 @@ from shoal.model.runner import (
     HiddenStateHook,
     SequenceChunk,
     Start,
-    first_seen,
     greedy,
     lay_vectors,
     mark_shallow,
     missing_kv,
+    seen_by,
     split_wanted,
 )
 
@@ -175,9 +175,9 @@ class NativeRunner(PackedRunner):
     ) -> _Found:
         """Run one call after the other, and join their results."""
         parts: dict[tuple[int, int], Any] = {}
-        states = States(self.num_layers, 0 if hook is None else first_seen(hook))
+        states = States(seen_by(hook, self.num_layers))
         for call in calls:
-            own = None if start is None else Start(0, call.entering(start.hidden))
+            own = None if start is None else call.entering(start)
             shown = None if hook is None else states.of(call)
             found: Any = self._run(call.by_kernels, call.chunks, cache, shown, own, argmax)
             if argmax and not isinstance(found, list):
@@ -200,21 +200,21 @@ class NativeRunner(PackedRunner):
         batch = self._batch(chunks, work, cache, starts)
         if max(batch.positions) >= self.decoder.reach:
             self._extend_tables(max(batch.positions) + 1)
-        seen = 0 if hook is None else first_seen(hook)
-        skipped = bisect_left(work.layers, seen)
-        taps = None
+        entered = {layer: bisect_left(work.layers, layer) for layer in seen_by(hook, self.num_layers)}
+        tapped, taps = sorted({*entered.values()}), None
         if hook is not None:
-            taps = torch.empty(len(work.layers) + 1 - skipped, len(batch.ids), self.shape.line)
+            taps = torch.empty(len(tapped), len(batch.ids), self.shape.line)
         more: dict[str, Any] = {}
         if not all(chunk.bare for chunk in chunks):
             more = self._beside_tokens(chunks, work, batch, cache)
         if start is not None:
             more["vectors"] = _vectors(start.hidden, chunks)
+            more["beside"] = None if start.beside is None else _vectors(start.beside, chunks)
         begun = None
         if self._states is not None:
             more["spans"], begun = self._states.begin(chunks, work.layers, work.counts, cache)
         best = array("i", bytes(4 * len(batch.wanted))) if argmax else None
-        logits = self.decoder.forward(batch, self._binding(cache), taps=taps, argmax=best, **more)
+        logits = self.decoder.forward(batch, self._binding(cache), taps=taps, tapped=tapped, argmax=best, **more)
         stores = [cache.layers[layer] for layer in work.layers]
         for chunk, counts in zip(chunks, work.counts, strict=True):
             seq, query_hook = chunk.seq, chunk.query_hook
@@ -230,8 +230,8 @@ class NativeRunner(PackedRunner):
             nodes = taps.transpose(0, 1)  # [tokens, layers, D], so that all layers are filled up in one call
             padded = nodes[None] if len(sizes) == 1 else pad_sequence(list(nodes.split(sizes)), batch_first=True)
             states = padded.unbind(2)
-            for layer in range(seen, self.num_layers + 1):
-                hook(layer, states[bisect_left(work.layers, layer) - skipped])
+            for layer, entry in entered.items():
+                hook(layer, states[bisect_left(tapped, entry)])
         return logits if best is None else list(best)
 
     @property
@@ -390,7 +390,7 @@ class NativeRunner(PackedRunner):
 
 
 def _vectors(hidden: Tensor, chunks: Sequence[SequenceChunk]) -> Tensor:
-    """Inputs of the first layer, float32 [tokens, D], from states [chunks, nodes, D]."""
+    """Float32 [tokens, D], in contiguous memory, from states [chunks, nodes, D]."""
     parts = [states[: len(chunk.tokens)] for states, chunk in zip(hidden, chunks, strict=True)]
     return torch.cat(parts).float().contiguous()
 

@@ -143,6 +143,8 @@ class PackedRunner(ModelRunner):
         if self.weights.streams is not None:
             hidden = self.weights.streams.ended(hidden, self.dtype)
         sizes, weight, bias = (self.shape.hidden,), self.weights.final_norm, self.weights.final_norm_bias
+        if not self.shape.head_norm:
+            return hidden
         if bias is not None:
             return layer_norm(hidden, sizes, weight, bias, self.shape.eps)
         return rms_norm(hidden, sizes, weight, self.shape.eps)
@@ -199,8 +201,11 @@ class _Pass:
             lay_vectors(self.x, chunks)
         if makes is not None:
             self._inputs = makes(ids, self.x[:, : runner.shape.hidden], runner.dtype)
+        self._beside = None
         if start is not None:
             self.x = torch.cat([states[:size] for states, size in zip(start.hidden, self.sizes, strict=True)])
+            if start.beside is not None:
+                self._beside = torch.cat([own[:size] for own, size in zip(start.beside, self.sizes, strict=True)])
         self._asker = Asker(cache, runner.device)
         slopes = runner.shape.slopes
         self._slopes = torch.tensor(slopes, dtype=torch.float64, device=runner.device) if slopes else None
@@ -225,7 +230,8 @@ class _Pass:
                 parts.append(block.attention(
                     x, weights, runner.shape, runner.dtype, tables,
                     lambda q, k, v: self._attend(layer, piece, self._warmed(layer, chosen, q),
-                                                 *((None, None) if stored else (k, v)))
+                                                 *((None, None) if stored else (k, v))),
+                    self._beside if self._beside is None or chosen is None else self._beside[chosen],
                 ))
             if weights.mixer is not None:
                 parts.append(block.recurrence(

@@ -145,6 +145,7 @@ class Shape:
             if no layer cuts them off.
         mlp_scales: per layer, further factors of what its feed-forward adds; empty if all are 1.
         sub_norms: whether the inputs of the output projections of attention and of the MLP are normalised (BitNet).
+        head_norm: whether states are normed before the head, which some draft heads leave out.
     """
 
     hidden: int
@@ -197,6 +198,7 @@ class Shape:
     layer_input: int = 0
     unit_heads: bool = False
     warmth: tuple[float, float, float] | None = None
+    head_norm: bool = True
     streams: StreamSizes | None = None
     cutoffs: tuple[float | None, ...] = ()
     sub_norms: bool = False
@@ -273,6 +275,7 @@ class Shape:
         whole = whole and not (self.sizes or self.value_norms or self.layer_scales or self.layer_input)
         whole = whole and not (self.unit_heads or self.warmth or self.streams or self.cutoffs or self.sub_norms)
         whole = whole and not any(isinstance(one, Chunk) for one in self.windows)
+        whole = whole and self.head_norm
         return whole and not self.gate_rows and self.gate_scale == 1.0 and self.out_scales == (1.0, 1.0, 1.0)
 
     @property

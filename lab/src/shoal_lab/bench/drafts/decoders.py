@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 from typing import Any
 
 from typing_extensions import override
@@ -36,11 +37,16 @@ class ShoalDecoder(DecodingSystem):
         return ShoalRun(self._engine, self._method, task)
 
 
+_RUNS = count()
+"""Runs so far: each is a tenant of its own, or it would know its answer from an earlier run."""
+
+
 class ShoalRun(TaskRun):
     """A stream whose every step is timed."""
 
     def __init__(self, engine: Engine, method: Method, task: DraftTask) -> None:
-        request = Request.from_options({"method": method, "max_new_tokens": task.new_tokens})
+        options = {"method": method, "max_new_tokens": task.new_tokens, "cache_salt": f"run {next(_RUNS)}"}
+        request = Request.from_options(options)
         seqs = engine.seqs([list(task.prompt)], request)
         cache = engine.cache_for(seqs, task.new_tokens)
         self._stream, self._seconds = Stream(engine, seqs, cache), 0.0

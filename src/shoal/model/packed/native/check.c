@@ -120,6 +120,9 @@ int shoal_check(const ShoalModel *m, const ShoalBatch *b, char *message, int siz
         if (check_token(m, b, t, message, size)) return 1;
     for (int i = 0; i < b->wanted_count; i++)
         if (!WITHIN(b->wanted[i], 0, b->tokens - 1)) REFUSE("wanted[%d] is %d; it must be in [0, %d]", i, b->wanted[i], b->tokens - 1);
+    for (int i = 0; b->taps && i <= b->active_count; i++)
+        if (!WITHIN(b->tapped[i], -1, b->tap_count - 1)) REFUSE("tapped[%d] is %d; it must be in [-1, %d]", i, b->tapped[i], b->tap_count - 1);
+    if (b->beside && m->num_layers > 1) REFUSE("what is added beside is for models of one layer, not of %d", m->num_layers);
     if (b->groups && m->experts) REFUSE("groups of neurons are for models without experts");
     if (check_spans(m, b, message, size)) return 1;
     for (int entry = 0; entry < b->active_count; entry++)

@@ -53,9 +53,9 @@ static void norm_embeddings(Worker *w) {
 static void copy_states(const Worker *w, int entry) {
     const Run *r = w->run;
     const int hidden = r->m->hidden, first = share(hidden, w->id, w->threads), last = share(hidden, w->id + 1, w->threads);
-    entry -= r->b->active_count + 1 - r->b->tap_count; /* earlier layers are not wanted */
-    if (!r->b->taps || entry < 0) return;
-    float *to = r->b->taps + entry * r->b->tokens * states_line(r->m);
+    const int place = r->b->taps ? r->b->tapped[entry] : -1;
+    if (place < 0) return;
+    float *to = r->b->taps + place * r->b->tokens * states_line(r->m);
     const int streams = max_int(1, r->m->streams);
     for (int t = 0; t < r->b->tokens * streams; t++, to += hidden)
         memcpy(to + first, (r->m->streams ? r->streams : r->x) + t * r->x_line + first, 4ll * (last - first));

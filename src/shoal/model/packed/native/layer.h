@@ -137,10 +137,13 @@ static void finish_rows(const Worker *w, const Chosen *c, const float *bias, int
 static void finish_qkv(const Worker *w, const Chosen *c, const float *bias, int block, int count, void *to) {
     const Run *r = w->run;
     const int rows = *(const int *)to;
+    const float *beside = r->b->beside;
     for (int i = 0; i < c->count; i++)
         for (int b = 0; b < count; b++) {
             const int row = (block + b) * LANES;
-            vf_store(r->qkv + i * r->qkv_line + row, result(w, c, bias, row, rows, b, i));
+            Vf sum = result(w, c, bias, row, rows, b, i);
+            if (beside && row < rows) sum = vf_add(sum, vf_load_some(head_mask(rows - row), beside + (int64_t)c->token[i] * rows + row));
+            vf_store(r->qkv + i * r->qkv_line + row, sum);
         }
 }
 

@@ -172,6 +172,7 @@ class BatchStruct(ctypes.Structure):
 
     numbers: array[int]
     best: array[int] | None = None
+    told: array[int] | None = None
     read: c_int32 | None = None
     recurrent: tuple[object, ...] = ()
     memory: object
@@ -183,9 +184,9 @@ class BatchStruct(ctypes.Structure):
         ("start", c_void_p),
         ("keys", c_void_p), ("values", c_void_p), ("capacity", c_void_p), ("own", c_void_p), ("queries", c_void_p),
         ("select", SELECT), ("slots", c_void_p), ("counts", c_void_p), ("apart", c_void_p), ("choices", c_void_p),
-        ("taps", c_void_p), ("vectors", c_void_p), ("experts", c_void_p), ("groups", c_void_p),
-        ("expert_count", c_int32), ("tap_count", c_int32), ("span_count", c_int32), ("spans", c_void_p),
-        ("states", c_void_p), ("inputs", c_void_p),
+        ("taps", c_void_p), ("tapped", c_void_p), ("vectors", c_void_p), ("beside", c_void_p), ("experts", c_void_p),
+        ("groups", c_void_p), ("expert_count", c_int32), ("tap_count", c_int32), ("span_count", c_int32),
+        ("spans", c_void_p), ("states", c_void_p), ("inputs", c_void_p),
     ]
 
 

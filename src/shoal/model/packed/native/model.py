@@ -215,6 +215,7 @@ class NativeModel:
         choose: Choose | None = None, choices: Sequence[SlotChoice | None] | None = None,
         vectors: Tensor | None = None, argmax: array[int] | None = None,
         experts: tuple[ExpertMLPs, Sequence[Sequence[int]]] | None = None, spans: Spans | None = None,
+        beside: Tensor | None = None, tapped: Sequence[int] | None = None,
     ) -> Tensor:
         """Run a batch, and write its keys and values to their slots of the cache; returns logits, float32 [wanted, V].
 
@@ -222,8 +223,9 @@ class NativeModel:
             batch: the tokens.
             kv: the cache.
             threads: number of threads; None for as many as torch uses, or fewer if the machine is busy.
-            taps: float32 [n, tokens, line], filled with the states that enter each of the last n - 1 running layers,
-                and those after them; n is 1 to running layers + 1.
+            taps: float32 [n, tokens, line], filled with the states that enter some of the running layers, or those
+                after them.
+            tapped: which ones, [n] ascending, by their places in the batch's layers; None for the last n of all.
             choose: called for each running layer, once its keys are in the cache, with its number in `batch.layers` and
                 the queries, float32 [tokens, heads, head_dim], in memory that the next layer overwrites. Returns for
                 each token the slots that it reads, int32 [kv_heads or heads, any number], ascending, -1s first, or
@@ -234,6 +236,8 @@ class NativeModel:
                 logits are returned then, and where `bounds` is true, part of the head may not be read.
             experts: MLPs in groups, and each token's groups as `ExpertMLPs.put_into` takes them; None for whole MLPs.
             spans: the states of recurrences; None if the model has none.
+            beside: float32 [tokens, rows of the fused projection], added to queries, keys and values before they are
+                normed and rotated; only for a model of one layer.
 
         Raises:
             ValueError: an index of the batch, when nothing was changed, or what `choose` returned is out of range.
@@ -244,10 +248,11 @@ class NativeModel:
                                "wait for the first to end; run it before or after")
         struct = batch.struct(self.num_layers, kv)
         if taps is not None:
-            struct.tap_count = min(max(len(taps), 1), struct.active_count + 1)
-            struct.taps = address("taps", taps, (struct.tap_count, struct.tokens, self.shape.line))
+            self._put_taps(struct, taps, tapped)
         if vectors is not None:
             struct.vectors = address("vectors", vectors, (struct.tokens, self.shape.line))
+        if beside is not None:
+            struct.beside = address("beside", beside, (struct.tokens, self.shape.qkv_rows_of(0)))
         if experts is not None:
             experts[0].put_into(struct, experts[1])
         if spans is not None:
@@ -259,6 +264,16 @@ class NativeModel:
         if asked is not None and asked.error is not None:
             raise asked.error
         return logits
+
+    def _put_taps(self, struct: BatchStruct, taps: Tensor, tapped: Sequence[int] | None) -> None:
+        """Where the states go; see `forward`."""
+        places = array("i", [-1] * (struct.active_count + 1))
+        if tapped is None:
+            tapped = range(max(0, len(places) - len(taps)), len(places))
+        for place, entry in enumerate(tapped):
+            places[entry] = place
+        struct.tap_count, struct.tapped, struct.told = len(tapped), places.buffer_info()[0], places
+        struct.taps = address("taps", taps, (struct.tap_count, struct.tokens, self.shape.line))
 
     def run(
         self, struct: BatchStruct, argmax: array[int] | None = None, threads: int | None = None,
@@ -446,7 +461,8 @@ class NativeModel:
             struct.cuts, struct.cutoff = 1, layer.cutoff
         if layer.memory_unit is not None and source is not None:
             self._memory_unit(struct, layer.memory_unit, source)
-        if None in (not kind.mixers or struct.attention_norm or struct.attention_out_norm,
+        bare = kind.norms.attention is kind.norms.attention_out is None  # as the layers of some draft heads
+        if None in (not kind.mixers or bare or struct.attention_norm or struct.attention_out_norm,
                     not kind.feeds or struct.mlp_norm or struct.mlp_out_norm):
             raise ValueError("attention_norm and mlp_norm, or the norms of the sublayers' outputs, must be given")
         return struct
@@ -591,7 +607,7 @@ class NativeModel:
             self._parts.append(weights.positions)
         for name in ("embedding_norm", "embedding_norm_bias"):
             setattr(struct, name, self._vector(name, vars(weights)[name], shape.hidden))
-        struct.norm = self._vector("norm", weights.final_norm, shape.hidden)
+        struct.norm = self._vector("norm", weights.final_norm if shape.head_norm else None, shape.hidden)
         struct.norm_bias = self._vector("norm_bias", weights.final_norm_bias, shape.hidden)
         struct.head = self._matrix("head", self._head, shape.vocab, shape.hidden)
         struct.head_bias = self._vector("head_bias", head_bias, shape.vocab)

@@ -283,11 +283,13 @@ typedef struct {
     const int32_t *counts;         /* [tokens]; 0: all that it sees */
     const uint8_t *apart;          /* [tokens]; whether each of its query heads has slots of its own */
     ShoalChoice *choices;          /* [tokens], or NULL; not together with `select` */
-    float *taps;               /* [tap_count][tokens][hidden, or of all streams]: the states that enter the last layers, and those after them; or NULL */
+    float *taps;               /* [tap_count][tokens][hidden, or of all streams]: the states that enter some layers, and those after the last; or NULL */
+    const int32_t *tapped;     /* [active_count + 1]: where those states go in taps, layer by layer, and those after them; -1: nowhere */
     const float *vectors;      /* [tokens][hidden, or of all streams]: inputs of the first layer in place of embeddings; or NULL */
+    const float *beside;       /* [tokens][rows of qkv]: added to queries, keys and values of a model of one layer; or NULL */
     const ShoalWeight *experts; /* [num_layers][expert_count][2]: groups of the MLPs' neurons, each a paired matrix and its down */
     const uint32_t *groups;     /* [active_count][tokens], bit g: the token runs group g; 0: the whole MLP. NULL: all do */
-    int32_t expert_count, tap_count; /* of taps: 1..active_count + 1 */
+    int32_t expert_count, tap_count;
     int32_t span_count;
     const ShoalSpan *spans;    /* all tokens, in order; only models with recurrences have any */
     float *const *states;      /* [active_count][span_count][2]: a recurrence's state before a span, NULL for the first one of a text,
