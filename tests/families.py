@@ -79,6 +79,8 @@ RELATIVES: dict[str, tuple[str, dict[str, Any]]] = {
     "internlm3": ("internlm3", {**_GROUPED, **_HEAD_DIM, "attention_bias": True, "mlp_bias": True}),
     "cwm": ("cwm", {**_GROUPED, **_HEAD_DIM, "sliding_window": WINDOW, "bos_token_id": 1}),
     "arcee": ("arcee", _GROUPED),
+    "apertus": ("apertus", _GROUPED),
+    "bitnet": ("bitnet", _GROUPED),
     "hyperclovax": ("hyperclovax", {**_GROUPED, "residual_multiplier": 0.7, "logits_scaling": 1.5,
                                     "embedding_multiplier": 3.0, "attention_multiplier": 0.4}),
     "ministral3": ("ministral3", {**_GROUPED, **_HEAD_DIM, "rope_parameters": {
@@ -188,6 +190,10 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
                                       "moe_num_shared_experts": 2, "moe_layer_start_index": 1}),
     "phimoe": ("phimoe", {**_GROUPED, "num_local_experts": 6, "num_experts_per_tok": 2, "router_jitter_noise": 0.2,
                           "attention_bias": True, "lm_head_bias": True}),
+    "cohere2_moe": ("cohere2_moe", {**_GROUPED, **_HEAD_DIM, "num_experts": 6, "num_experts_per_tok": 3,
+                                    "intermediate_size": 16, "num_shared_experts": 2, "sliding_window": WINDOW,
+                                    "sliding_window_pattern": 3, "prefix_dense_intermediate_size": 40,
+                                    "logit_scale": 0.5, "first_k_dense_replace": 1}),
     "minimax_m2": ("minimax_m2", {**_GROUPED, **_HEAD_DIM, "intermediate_size": 16, "num_local_experts": 5,
                                   "num_experts_per_tok": 2, "rope_parameters": {
                                       "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}),
@@ -251,7 +257,7 @@ LAYERWISE: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3n": ("gemma3n_text", {**_GROUPED, **_HEAD_DIM, **_SPOKEN, "sliding_window": WINDOW,
                                  "num_kv_shared_layers": 2,
                                  "layer_types": ["sliding_attention", "full_attention"] * 3, "laurel_rank": 8,
-                                 "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0, 0.0, 0.0]}),
+                                 "activation_sparsity_pattern": [0.8, 0.4, 0.0, 0.0, 0.0, 0.0]}),
     "llama4": ("llama4_text", {**_GROUPED, **_HEAD_DIM, "attention_chunk_size": WINDOW, "no_rope_layer_interval": 3,
                                "num_local_experts": 6, "moe_layers": [1, 2, 4], "intermediate_size_mlp": 40,
                                "attn_scale": 0.3, "floor_scale": 4}),

@@ -179,6 +179,11 @@ _CLASSICS: dict[str, tuple[str, dict[str, Any]]] = {
     "hunyuan-dense": ("hunyuan_v1_dense", {"tie_word_embeddings": True}),
     "hunyuan-moe": ("hunyuan_v1_moe", {"num_experts": 3, "moe_topk": 2, "tie_word_embeddings": True}),
     "arcee": ("arcee", {"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True}),
+    "apertus": ("apertus", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0,
+                                                "original_max_position_embeddings": 64, "low_freq_factor": 1.0,
+                                                "high_freq_factor": 4.0}}),
+    "cohere2moe": ("cohere2_moe", {"num_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4,
+                                   "sliding_window_pattern": 2, "expert_selection_fn": "sigmoid"}),
     "mistral3": ("ministral3", {"tie_word_embeddings": True, "rope_parameters": {
         "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 8,
         "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}}),
@@ -197,6 +202,10 @@ _CLASSICS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Architectures with other norms, MLPs, residuals or positions than Llama, and what is near; one layer each."""
 _LAYERWISE: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3n": ("gemma3n", {
+        **_PAIR, "hidden_size": 32, "intermediate_size": 512, "head_dim": 32, "hidden_size_per_layer_input": 256,
+        "laurel_rank": 64, "num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.95] * 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2}),
     "gemma4": ("gemma4", {**_PAIR, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
                           "global_head_dim": 64, "layer_types": ["sliding_attention", "full_attention"]}),
     "gemma4-small": ("gemma4_small", {**_PAIR, "head_dim": 32, "global_head_dim": 64,
@@ -208,7 +217,8 @@ _LAYERWISE: dict[str, tuple[str, dict[str, Any]]] = {
                           "attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1, "moe_layers": [1, 3],
                           "interleave_moe_layer_step": 2, "tie_word_embeddings": True}),
 }
-"""The same of those whose layers differ; llama.cpp knows Llama 4's own chunks and layers alone."""
+"""The same of those whose layers differ; llama.cpp knows Llama 4's own chunks and layers alone, and of Gemma 3n the
+published sizes beside the streams, gates that are cut off in the first ten layers, and keys of others after twenty."""
 LATENT = ("deepseek_v2", "deepseek_v3", "kimi_linear")
 """Families with experts and latent attention."""
 
@@ -227,15 +237,15 @@ def _classic(architecture: str, hidden: int) -> Any:
     usual = {"hidden_size": hidden, "intermediate_size": wide, "num_attention_heads": heads, "num_key_value_heads": 1,
              "head_dim": hidden // heads, "moe_intermediate_size": hidden}
     if family not in ("nemotron", "cohere2", "hunyuan_v1_dense", "hunyuan_v1_moe", "seed_oss", "ernie4_5",
-                      "ernie4_5_moe", "arcee", "ministral3", "minimax_m2", "dots1", "afmoe"):
+                      "ernie4_5_moe", "arcee", "ministral3", "minimax_m2", "dots1", "afmoe", "cohere2_moe"):
         del usual["head_dim"]
     if family in ("gpt_neox",):
         del usual["num_key_value_heads"]
     if family not in ("ernie4_5_moe", "dots1", "afmoe"):
         del usual["moe_intermediate_size"]
-    layers = {"cohere2": 4, "ernie4_5-moe": 2, "dots1": 2, "afmoe": 4}.get(architecture, 1)
+    layers = {"cohere2": 4, "cohere2moe": 4, "ernie4_5-moe": 2, "dots1": 2, "afmoe": 4, "apertus": 2}
     sizes = {**by_name.get(family, usual), **more, "vocab_size": count}
-    return tiny(family, dtype=torch.float32, layers=layers, **sizes)
+    return tiny(family, dtype=torch.float32, layers=layers.get(architecture, 1), **sizes)
 
 
 @dataclass(frozen=True)
@@ -282,7 +292,8 @@ class MadeHybrid(InFolder):
         wide, count = self.kind == "Q4_K_M", len(words_of("llama")["tokenizer.ggml.tokens"])
         sizes = _BROAD if wide else _SMALL
         width = sizes["intermediate_size"]
-        own: dict[str, Any] = {"vocab_size_per_layer_input": count} if family == "gemma4_small" else {}
+        spoken = family in ("gemma4_small", "gemma3n")
+        own: dict[str, Any] = {"vocab_size_per_layer_input": count} if spoken else {}
         own |= {"moe_intermediate_size": width} if family == "gemma4_moe" else {}
         own |= {"intermediate_size_mlp": width} if family == "llama4" else {}
         layers = {"gemma4": 2, "gemma4_moe": 2}.get(family, 4)
@@ -326,7 +337,7 @@ class MadeHybrid(InFolder):
 HYBRIDS = [MadeHybrid(architecture, kind) for architecture in (*_HYBRIDS, *_MIXTURES) for kind in ("F16", "Q4_K_M")]
 HYBRIDS += [MadeHybrid("gemma4", "F16"), MadeHybrid("gemma4-moe", "Q8_0")]
 HYBRIDS += [MadeHybrid(architecture, kind) for architecture in ("gemma4-small", "llama4") for kind in ("F16", "Q4_K_M")]
-HYBRIDS.append(MadeHybrid("gpt-oss", "MXFP4_MOE"))
+HYBRIDS += [MadeHybrid("gpt-oss", "MXFP4_MOE"), MadeHybrid("gemma3n", "F16")]
 BESIDE_OF = MadeHybrid("qwen35-mtp", "F16")
 BESIDE = FOLDER / "beside" / "mtp-qwen35-F16.gguf"
 """A file with that one's layer for further tokens alone, which lies beside a model."""
@@ -341,7 +352,11 @@ def _drawn(name: str, parameter: Tensor, generator: torch.Generator) -> Tensor:
     """Values of a hybrid's parameter."""
     if name.endswith("A_log"):
         return torch.rand(parameter.shape, generator=generator, dtype=torch.float64) * 2
-    if name.endswith(("router.scale", "per_expert_scale")):
+    if name.endswith("modality_router.weight"):  # whose inputs are divided by their number
+        return parameter.shape[1] ** 0.5 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    if name.endswith("_coefs.weight"):  # small, or rounding grows from layer to layer
+        return 0.1 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    if name.endswith(("router.scale", "per_expert_scale", "correct_output_scale")):
         return 1 + 0.1 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
     # so that rounding changes no choice
     if re.search(r"\.(gate|router|router\.proj|shared_expert_gate)\.weight$", name):

@@ -85,6 +85,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "internlm3": ("internlm3", {}),
     "cwm": ("cwm", {}),
     "arcee": ("arcee", {}),
+    "apertus": ("apertus", {}),
+    "apertus, biases": ("apertus", {"attention_bias": True, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 10000.0}}),
+    "bitnet": ("bitnet", {}),
+    "bitnet, biases": ("bitnet", {"attention_bias": True}),
     "arcee, biases": ("arcee", {"attention_bias": True, "mlp_bias": True}),
     "hyperclovax": ("hyperclovax", {}),
     "hyperclovax, norms before alone": ("hyperclovax", {"use_post_norm": False, "mlp_bias": True}),

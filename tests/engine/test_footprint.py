@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import asdict
 from typing import Any
 
@@ -96,6 +97,15 @@ def test_masks_of_modules(lengths: list[int], new: int, chunk: int, family: str,
         patch.setattr(HFRunner, "attention_mask", seen)
         sizes = run(engine, lengths, new, PromptLookup(length=3) if guessed else "full", chunk)
     assert sizes.masks == max(found) if not guessed else sizes.masks >= max(found)
+
+
+def test_configs_that_list_a_width_for_each_layer() -> None:
+    engine, sizes = engine_for(copy.deepcopy(tiny("gemma3n")), None, backend="hf"), list[Footprint]()
+    assert isinstance(engine.model.config.intermediate_size, list)
+    for wide in (48, 4800):
+        engine.model.config.intermediate_size[0] = wide
+        sizes.append(run(engine, [9], 4, "full"))
+    assert sizes[1].work > sizes[0].work
 
 
 @given(lengths=LENGTHS, new=st.integers(2, 12), chunk=st.sampled_from([7, 2048]))

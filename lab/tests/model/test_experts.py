@@ -126,6 +126,12 @@ def test_models_without_gated_mlps_and_groups_that_do_not_fit_are_refused() -> N
             split_mlps(runner, wrong)
 
 
+@pytest.mark.parametrize("family", ["gemma3n", "bitnet"])
+def test_neurons_that_depend_on_all_others_are_refused(family: str) -> None:
+    with pytest.raises(Unsupported, match="gates are cut off or all neurons are normalised"):
+        split_mlps(packed(tiny(family)), neurons())
+
+
 def test_an_mlp_that_does_more_than_to_gate_is_refused() -> None:
     model = tiny("llama").__class__(tiny("llama").config).double().eval()
     own = model.model.layers[2].mlp

@@ -83,13 +83,19 @@ def context_of(config: Any) -> int | None:
 def widths_of(config: Any) -> tuple[int, ...]:
     """Number of neurons of each layer's MLP; ValueError if the config's list has no valid width for each layer."""
     text = config.get_text_config()
-    widest, count = int(text.intermediate_size), int(text.num_hidden_layers)
+    widest, count = widest_of(text), int(text.num_hidden_layers)
     widths = getattr(text, WIDTHS, None)
     if widths is None:
-        return (widest,) * count
+        return tuple(text.intermediate_size) if isinstance(text.intermediate_size, list) else (widest,) * count
     if len(widths) != count or not all(isinstance(width, int) and 0 < width <= widest for width in widths):
         raise ValueError(f"{WIDTHS} is {widths}; it must be {count} numbers from 1 to {widest}, a width for each layer")
     return tuple(widths)
+
+
+def widest_of(text: Any) -> int:
+    """Number of neurons of the widest MLP; the configs of some models list one for each layer (Gemma 3n)."""
+    width = text.intermediate_size
+    return max(width) if isinstance(width, list) else int(width)
 
 
 def with_widths(config: Any, widths: Sequence[int]) -> Any:

@@ -87,7 +87,9 @@ class HFRunner(ModelRunner):
         self.head_layers = _bytes(self.parts.head_module) / (sum(map(_bytes, layers)) / len(layers))
         self.adds_masks = model.config._attn_implementation != "sdpa"
         self.sources = shared_sources(config)
-        self._keeping = None if not self.sources else self.sources.index(next(filter(None.__ne__, self.sources)))
+        self._keeping = None
+        if self.sources:
+            self._keeping = next(layer for layer, source in enumerate(self.sources) if source is not None)
         plain = not self.state_bytes and not self.sources and self.parts.inputs is None
         self.prepacks = self.shows_queries = plain and all(map(can_ask_by_seqs, layers))
         self.alone = self.singly = False

@@ -7,16 +7,13 @@ queries that are scaled by place.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shoal.model.layers.alternating import as_large
 from shoal.model.prepacked import shallow_copy
-
-LEAST = 1e-5
-"""Least mean square by which a projected state is scaled, in Gemma 3n's modules."""
 
 
 class OwnInputs:
@@ -75,13 +72,13 @@ class AltUp:
     def spread(self, embedded: Tensor) -> Tensor:
         """The first layer's input [.., states * D] from scaled embeddings [.., D]."""
         more = [project(embedded) for project in self._decoder.altup_projections]
-        return torch.cat(_as_large([embedded, *more]), -1)
+        return torch.cat(as_large([embedded, *more]), -1)
 
     def ended(self, hidden: Tensor) -> Tensor:
         """The final norm's input [.., D] from the last layer's output [.., states * D]."""
         first, *rest = hidden.unflatten(-1, (self.states, -1)).unbind(-2)
         pairs = zip(self._decoder.altup_unembed_projections, rest, strict=True)
-        return torch.stack(_as_large([first, *(project(state) for project, state in pairs)])).mean(0)
+        return torch.stack(as_large([first, *(project(state) for project, state in pairs)])).mean(0)
 
 
 def altup(decoder: Any) -> AltUp | None:
@@ -117,10 +114,3 @@ def warmed(layer: nn.Module) -> tuple[nn.Module, WarmQueries | None]:
     copied: Any = shallow_copy(attention, {"q_proj": queries})
     copied.attn_temperature_tuning = False
     return shallow_copy(layer, {"self_attn": copied}), queries
-
-
-def _as_large(states: Sequence[Tensor]) -> list[Tensor]:
-    """The states, all but the first scaled to its size."""
-    first, *rest = states
-    size = first.square().mean(-1, keepdim=True) ** 0.5
-    return [first, *(one * size / one.square().mean(-1, keepdim=True).clamp(min=LEAST).sqrt() for one in rest)]

@@ -8,7 +8,9 @@ Of models with recurrences the kernels are 2.1e-2 from llama.cpp at most, which 
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +181,43 @@ def test_recurrent_layers_are_those_that_were_converted(made: MadeHybrid) -> Non
         if name in found:
             exact = made.kind == "F16" or (weight.dim() != 2 and ".experts." not in name)
             assert error(found[name], weight) < (1e-3 if exact else 0.2 if made.kind == "MXFP4_MOE" else 0.1), name
+
+
+GEMMA3N = [made for made in RUN if made.architecture == "gemma3n"]
+
+
+def edited(made: MadeHybrid, folder: Path, key: str, old: bytes, new: bytes) -> Path:
+    """A copy of a file in which the bytes of a value, behind its key and type, are others."""
+    raw, path = made.path.read_bytes(), folder / made.name
+    place = raw.index(key.encode()) + len(key) + 4
+    assert raw[place : place + len(old)] == old and len(new) == len(old)
+    path.write_bytes(raw[:place] + new + raw[place + len(old) :])
+    return path
+
+
+@pytest.mark.parametrize("made", GEMMA3N, ids=lambda made: made.name)
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_layers_that_read_others_keys_may_have_their_own(made: MadeHybrid, runner: str, tmp_path: Path) -> None:
+    """As published files do, and llama.cpp asks for; its own number of such layers begins after twenty others."""
+    path = edited(made, tmp_path, "attention.shared_kv_layers", struct.pack("<I", 0), struct.pack("<I", 2))
+    model = made.model()
+    config = copy.deepcopy(model.config)
+    config.num_kv_shared_layers = 2
+    reading = type(model)(config).eval()
+    spare = reading.load_state_dict(model.state_dict(), strict=False)
+    assert not spare.missing_keys and len(spare.unexpected_keys) == 6
+    expected, alone = logits(reading), logits(model)
+    assert error(run(path, runner), expected) < 2e-3 < error(alone, expected)
+
+
+@pytest.mark.parametrize("made", GEMMA3N, ids=lambda made: made.name)
+def test_scales_of_gates_must_be_one_for_each_layer(made: MadeHybrid, tmp_path: Path) -> None:
+    key, four = "activation_sparsity_scale", struct.pack("<IQ", 6, 4)
+    file = GgufFile(made.path)
+    assert config_of(file).activation_sparsity_pattern == [0.95] * 4
+    path = edited(made, tmp_path, key, four, struct.pack("<IQ", 5, 4))
+    with pytest.raises(ValueError, match="4 floating-point numbers"):
+        config_of(GgufFile(path))
 
 
 @pytest.mark.parametrize("made", [made for made in RUN if made.architecture == "qwen35"], ids=lambda made: made.name)

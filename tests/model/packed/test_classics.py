@@ -78,7 +78,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mpt, six heads": ("mpt", {"n_heads": 6, "d_model": 48, "attn_config": {"clip_qkv": 0.4}}),
     "gptj": ("gptj", {}),
     "codegen": ("codegen", {}),
-    **{near: (near, {}) for near in ("internlm3", "cwm", "arcee", "hyperclovax", "ministral3")},
+    **{near: (near, {}) for near in ("internlm3", "cwm", "arcee", "apertus", "bitnet", "hyperclovax",
+                                 "ministral3")},
     "hunyuan_v1_dense": ("hunyuan_v1_dense", {}),
     "hunyuan_v1_dense, stretched": ("hunyuan_v1_dense", {"rope_parameters": {
         "rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 100.0, "factor": 1.0}}),

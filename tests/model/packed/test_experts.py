@@ -49,6 +49,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64, "short_mscale": 1.2,
         "long_mscale": 1.4, "short_factor": [1.0, 1.2, 1.5, 2.0], "long_factor": [4.0] * 4}}),
     "dots1, dense before": ("dots1", {"first_k_dense_replace": 2, "attention_bias": True}),
+    "cohere2_moe, added": ("cohere2_moe", {
+        "shared_expert_combination_strategy": "sum", "expert_selection_fn": "sigmoid", "attention_bias": True,
+        "rms_norm_eps": 1e-5, "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
+        "prefix_dense_intermediate_size": None, "prefix_dense_sliding_window_pattern": 4}),
+    "cohere2_moe, as they are": ("cohere2_moe", {"num_shared_experts": 0, "expert_selection_fn": "sigmoid",
+                                                 "norm_topk_prob": False}),
     "solar_open, biases": ("solar_open", {"attention_bias": True}),
     "exaone_moe, dense between": ("exaone_moe", {"mlp_layer_types": ["sparse", "dense"] * 2}),
     "hy_v3, biases": ("hy_v3", {"attention_bias": True}),

@@ -185,11 +185,11 @@ def test_wrong_operands() -> None:
 
 
 def test_structures_have_the_size_that_the_library_expects() -> None:
-    sizes = (ctypes.c_int64 * 12)()
+    sizes = (ctypes.c_int64 * 13)()
     library.require().shoal_sizes(sizes)
     mirrors = (library.Weight, library.LayerStruct, library.Model, library.BatchStruct, library.Own,
                library.ChainStruct, library.ChoiceStruct, library.RecurrenceStruct, library.StepsStruct,
-               library.ExpertsStruct, library.LatentStruct, library.ForesightStruct)
+               library.ExpertsStruct, library.LatentStruct, library.ForesightStruct, library.AlternationStruct)
     assert list(sizes) == [ctypes.sizeof(mirror) for mirror in mirrors]
 
 

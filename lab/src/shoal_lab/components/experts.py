@@ -198,6 +198,9 @@ def split_mlps(runner: ModelRunner, neurons: Sequence[Tensor]) -> SplitMLPs:
     if shape.experts is not None:
         raise Unsupported("groups of neurons in a model with experts", "a router chooses them already",
                           "Leave out layers instead, as d3 does")
+    if shape.cutoffs or shape.sub_norms:
+        raise Unsupported("groups of neurons where gates are cut off or all neurons are normalised",
+                          "what one gives depends on all of a layer", "Leave out layers instead, as d3 does")
     _check_groups(neurons, shape.ffns)
     made = SplitMLPs(
         [_split(runner, layer, groups) for layer, groups in zip(layers, neurons, strict=True)],

@@ -32,6 +32,7 @@ from shoal.engine.memory.amounts import shown
 from shoal.engine.memory.shorter import guesses
 from shoal.heap import give_back, resident
 from shoal.methods.base import Method
+from shoal.model.config import widest_of
 from shoal.model.gguf.splits import bytes_on_disk
 from shoal.model.kv.cache import KVCache
 from shoal.model.kv.form import GROWTH, slot_bytes
@@ -158,7 +159,7 @@ def work_bytes(engine: LoadedModel, tokens: int, slots: int, sampled: int = 0) -
     else:
         config = engine.model.config.get_text_config()
         hidden, query = config.hidden_size, config.hidden_size
-        ffn = getattr(config, "intermediate_size", None) or 4 * hidden
+        ffn = widest_of(config) if getattr(config, "intermediate_size", None) else 4 * hidden
     line = 24 * hidden + (3 * ffn + 3 * query + max(heads)) * runner.dtype.itemsize
     return int(total + tokens * (line + slots * runner.dtype.itemsize))
 

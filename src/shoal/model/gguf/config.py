@@ -113,6 +113,9 @@ FAMILIES: Mapping[str, Family] = {
     "phi3": Family("phi3", _phi3, partial=True),
     "granite": Family("granite", _granite, interleaved=True),
     "smollm3": Family("smollm3", _smollm3, interleaved=True),
+    "apertus": Family("apertus", _attention_bias, layer={
+        "attention_layernorm.weight": "attn_norm.weight", "feedforward_layernorm.weight": "ffn_norm.weight"},
+        numbers={f"mlp.act_fn.{part}": f"xielu.{part}" for part in ("alpha_p", "alpha_n", "beta", "eps")}),
     "olmo2": Family("olmo2", _olmo2, sandwich=True, pre_norm=False),
     **HYBRIDS,
     **LATENT,

@@ -37,6 +37,7 @@ class Family:
         rotates: whether queries and keys are rotated.
         layer: names in transformers below a layer, and in the file, of what is not called as in Llama.
         ends: the same outside of layers.
+        numbers: names in transformers below a layer of tensors of one number, and the metadata that have these.
     """
 
     model_type: str
@@ -55,3 +56,4 @@ class Family:
     rotates: bool = True
     layer: Mapping[str, str] = field(default_factory=dict)
     ends: Mapping[str, str] = field(default_factory=lambda: _LLAMA)
+    numbers: Mapping[str, str] = field(default_factory=dict)

@@ -1,22 +1,27 @@
-"""GGUF files of Gemma 4 and Llama 4, whose layers differ: transformers' names of their metadata and tensors.
+"""GGUF files of Gemma 3n and 4 and Llama 4, whose layers differ: transformers' names of metadata and tensors.
 
-What the metadata mean follows llama.cpp (src/models/gemma4.cpp, llama4.cpp; conversion):
+What the metadata mean follows llama.cpp (src/models/gemma3n.cpp, gemma4.cpp, llama4.cpp; conversion):
 https://github.com/ggml-org/llama.cpp
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from statistics import NormalDist
 from types import MappingProxyType
 from typing import Any
 
 from shoal.errors import Unsupported
+from shoal.model.config import WIDTHS
 from shoal.model.gguf.family import EMBEDDING, HEAD, Family, Fields
 from shoal.model.gguf.file import GgufFile
 from shoal.model.gguf.metadata import Metadata
 
 _FREQUENCIES, _TABLE = "rope_freqs.weight", "per_layer_token_embd.weight"
 _REMEDY = "Use the model's safetensors"
+_OWN_KEYS, _PER_LAYER = 20, 256
+"""Layers of Gemma 3n with keys of their own, and numbers of a layer's input, where files do not say: those of both
+published models."""
 _CHUNK = 8192
 """The chunk size and the step of the queries' scale of Llama 4, of which llama.cpp knows one alone."""
 _FULL = 4
@@ -57,6 +62,29 @@ def _gemma4(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
         "rope_parameters": _ropes(file, metadata, sizes["head_dim"]), "enable_moe_block": experts > 0,
         **({"num_experts": experts, "top_k_experts": metadata.whole("expert_used_count"),
             "moe_intermediate_size": metadata.whole("expert_feed_forward_length")} if experts else {}),
+    }
+
+
+def _gemma3n(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
+    layers = common["num_hidden_layers"]
+    sliding = metadata.pattern("attention.sliding_window_pattern", 5, layers)
+    cut = metadata.numbers("activation_sparsity_scale", layers)
+    local = {"rope_type": "default", "rope_theta": metadata.number("rope.freq_base_swa", 10000.0)}
+    if not file.has("blk.0.laurel_l.weight"):
+        raise ValueError("the GGUF file has no tensor 'blk.0.laurel_l.weight'. Convert the model again")
+    return {
+        "intermediate_size": metadata.each("feed_forward_length", layers), WIDTHS: None,
+        "layer_types": ["sliding_attention" if one else "full_attention" for one in sliding],
+        "sliding_window": metadata.whole("attention.sliding_window"), "attention_bias": False,
+        "num_kv_shared_layers": metadata.whole("attention.shared_kv_layers", max(0, layers - _OWN_KEYS), least=0),
+        "hidden_size_per_layer_input": metadata.whole("embedding_length_per_layer_input", _PER_LAYER),
+        "vocab_size_per_layer_input": file.header.tensors[_TABLE].shape[0] if file.has(_TABLE) else 0,
+        "altup_num_inputs": metadata.whole("altup.num_inputs", 4),
+        "altup_active_idx": metadata.whole("altup.active_idx", 0, least=0),
+        "laurel_rank": file.header.tensors["blk.0.laurel_l.weight"].shape[0],
+        "activation_sparsity_pattern": None if cut is None else [round(NormalDist().cdf(one), 6) for one in cut],
+        "final_logit_softcapping": metadata.number("final_logit_softcapping", 30.0),
+        "rope_parameters": {"full_attention": common["rope_parameters"], "sliding_attention": local},
     }
 
 
@@ -108,6 +136,17 @@ _GEMMA4_ENDS = MappingProxyType({
     "model.embed_tokens_per_layer.weight": _TABLE,
     "model.per_layer_model_projection.weight": "per_layer_model_proj.weight",
     "model.per_layer_projection_norm.weight": "per_layer_proj_norm.weight"})
+_GEMMA3N_ENDS = MappingProxyType({
+    **_GEMMA4_ENDS, "model.altup_projections.#.weight": "altup_proj.weight",
+    "model.altup_unembed_projections.#.weight": "altup_unembd_proj.weight"})
+_GEMMA3N = {
+    "per_layer_input_gate.weight": "inp_gate.weight", "per_layer_projection.weight": "proj.weight",
+    "post_per_layer_input_norm.weight": "post_norm.weight", "laurel.linear_left.weight": "laurel_l.weight",
+    "laurel.linear_right.weight": "laurel_r.weight", "laurel.post_laurel_norm.weight": "laurel_post_norm.weight",
+    "altup.correct_output_scale": "altup_correct_scale.weight", "altup.modality_router.weight": "altup_router.weight",
+    "altup.correction_coefs.weight": "altup_correct_coef.weight",
+    "altup.prediction_coefs.weight": "altup_predict_coef.weight",
+    "altup.router_norm.weight": "altup_router_norm.weight"}
 _GEMMA4 = {
     "per_layer_input_gate.weight": "inp_gate.weight", "per_layer_projection.weight": "proj.weight",
     "post_per_layer_input_norm.weight": "post_norm.weight", "layer_scalar": "layer_output_scale.weight",
@@ -123,6 +162,7 @@ _LLAMA4 = {
     **{f"feed_forward.shared_expert.{name}.weight": f"ffn_{part}_shexp.weight" for name, part in _PARTS.items()}}
 
 LAYERWISE: Mapping[str, Family] = MappingProxyType({
+    "gemma3n": Family("gemma3n_text", _gemma3n, sandwich=True, own_head_dim=True, layer=_GEMMA3N, ends=_GEMMA3N_ENDS),
     "gemma4": Family("gemma4_text", _gemma4, sandwich=True, attends=False, layer=_GEMMA4, ends=_GEMMA4_ENDS),
 })
 """Architectures by their name in GGUF files."""

@@ -25,7 +25,7 @@ _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 class Metadata:
     """Typed reads of the entries of a header; every read raises ValueError for a value of another type or range.
 
-    A key gets the architecture as its prefix, unless it begins with `general.`, `tokenizer.` or `split.`.
+    A key gets the architecture as its prefix, unless it begins with `general.`, `tokenizer.`, `split.` or `xielu.`.
 
     Attributes:
         architecture: the value of `general.architecture`, which must be there.
@@ -69,6 +69,16 @@ class Metadata:
             raise self._wrong(key, found, "a positive number")
         return float(found)
 
+    def numbers(self, key: str, count: int) -> list[float] | None:
+        """So many numbers, which may be infinite, from one for all or an array; None if the entry is absent."""
+        found = self._entry(key)
+        if found is None or isinstance(found, float):
+            return None if found is None else [found] * count
+        if not isinstance(found, memoryview) or found.format not in ("f", "d") or len(found) != count or any(
+                one != one for one in found):
+            raise self._wrong(key, found, f"{count} floating-point numbers")
+        return list(found)
+
     def text(self, key: str, default: str | None = None) -> str:
         """A string."""
         found = self._entry(key, default)
@@ -97,7 +107,7 @@ class Metadata:
         return self._entries.get(self._name(key), default)
 
     def _name(self, key: str) -> str:
-        return key if key.startswith(("general.", "tokenizer.", "split.")) else f"{self.architecture}.{key}"
+        return key if key.startswith(("general.", "tokenizer.", "split.", "xielu.")) else f"{self.architecture}.{key}"
 
     def _wrong(self, key: str, found: object, allowed: str) -> ValueError:
         if isinstance(found, Sequence | memoryview) and not isinstance(found, str):

@@ -24,16 +24,17 @@ Own = Callable[[GgufFile, Metadata, Fields], Fields]
 
 GATE, UP, DOWN, FUSED = (f"ffn_{part}_exps.weight" for part in ("gate", "up", "down", "gate_up"))
 _ROUTER = "ffn_gate_inp.weight"
-_NUMBER = re.compile(r"(^|\.)(experts|[kv]_b_proj)\.(\d+)\.")
+_GATING, _SOFTMAX, _SIGMOID = "expert_gating_func", 1, 2
+_NUMBER = re.compile(r"(^|\.)(experts|[kv]_b_proj|altup_projections|altup_unembed_projections)\.(\d+)\.")
 
 
 def unnumbered(name: str) -> str:
-    """A tensor's name with # in place of the number of an expert, or of a head of latent attention."""
+    """A tensor's name with # in place of the number of an expert, a head of latent attention, or a stream."""
     return _NUMBER.sub(r"\1\2.#.", name)
 
 
 def expert_of(name: str) -> int | None:
-    """The number of the expert, or head, that a tensor belongs to; None if it belongs to none."""
+    """The number of the expert, head or stream that a tensor belongs to; None if it belongs to none."""
     found = _NUMBER.search(name)
     return None if found is None else int(found[3])
 
@@ -210,6 +211,28 @@ def _ernie(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
     }
 
 
+def _cohere2(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
+    """llama.cpp knows the mean of experts and those shared alone, and rotates in all layers of a dense beginning."""
+    layers, dense = common["num_hidden_layers"], metadata.whole("leading_dense_block_count", 0, least=0)
+    sliding, gating = metadata.pattern("attention.sliding_window_pattern", 4, layers), metadata.whole(_GATING, _SIGMOID)
+    if gating not in (_SOFTMAX, _SIGMOID):
+        raise Unsupported(f"a cohere2moe GGUF file whose {_GATING} is {gating}", f"known are {_SOFTMAX} and {_SIGMOID}",
+                          "Use the model's safetensors")
+    root = metadata.has("attention.layer_norm_rms_epsilon")
+    return {
+        "intermediate_size": metadata.whole("expert_feed_forward_length"), "attention_bias": False,
+        "prefix_dense_intermediate_size": common["intermediate_size"], "logit_scale": metadata.number("logit_scale"),
+        "mlp_layer_types": ["dense" if layer < dense else "sparse" for layer in range(layers)],
+        "layer_types": ["sliding_attention" if one else "full_attention" for one in sliding],
+        "sliding_window": metadata.whole("attention.sliding_window"), "prefix_dense_sliding_window_pattern": 1,
+        "num_experts": metadata.whole("expert_count"), "num_experts_per_tok": metadata.whole("expert_used_count"),
+        "num_shared_experts": metadata.whole("expert_shared_count", 0, least=0),
+        "shared_expert_combination_strategy": "average", "norm_topk_prob": metadata.flag("expert_weights_norm", False),
+        "expert_selection_fn": "sigmoid" if gating == _SIGMOID else "softmax",
+        "layer_norm_eps": common["rms_norm_eps"], "rms_norm_eps": common["rms_norm_eps"] if root else None,
+    }
+
+
 def _names(prefix: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> dict[str, str]:
     return {f"{prefix}.experts.#.{name}.weight": place for name, place in ((gate, GATE), (up, UP), (down, DOWN))}
 
@@ -277,6 +300,7 @@ MIXTURES: Mapping[str, Family] = MappingProxyType({
     "hunyuan-moe": Family("hunyuan_v1_moe", _hunyuan, own_head_dim=True, layer={
         **CLASSICS["hunyuan-dense"].layer, "mlp.gate.wg.weight": _ROUTER, **_names("mlp"),
         **{f"mlp.shared_mlp.{name}.weight": f"ffn_{part}_shexp.weight" for name, part in _PARTS.items()}}),
+    "cohere2moe": Family("cohere2_moe", _cohere2, own_head_dim=True, layer=_GLM),
     "ernie4_5-moe": Family("ernie4_5_moe", _ernie, own_head_dim=True, layer={
         **_GLM, "mlp.gate.moe_statics.e_score_correction_bias": "exp_probs_b.bias",
         "post_attention_layernorm.weight": "ffn_norm.weight"}),

@@ -12,6 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from shoal.errors import Unsupported
+from shoal.model.config import shared_sources
 from shoal.model.gguf.blocks import PLAIN, Blocks
 from shoal.model.gguf.classics import head_norm, in_modules
 from shoal.model.gguf.config import family_of
@@ -40,6 +41,8 @@ ASIDE = re.compile(r"(^|\.)rope_(freqs|factors_long|factors_short)\.weight$")
 """Tensors that only the rotary embedding reads."""
 _STACKED = re.compile(r"(.+\.layers\.\d+\.)((?:.+\.)?experts\.)(gate_up_proj|up_proj|down_proj)")
 """The tensors of transformers' modules that have the matrices of all experts."""
+_MATRICES = ("_exps.weight", "attn_k_b.weight", "attn_v_b.weight", "altup_proj.weight", "altup_unembd_proj.weight")
+"""What the names of tensors that are several matrices end with."""
 CONV = "self_attn.conv1d.weight"
 """The convolution of Kimi Linear, which files have in parts."""
 _TURNED = "mlp.experts.gate_up_proj_bias"
@@ -51,8 +54,8 @@ _KEY_HEADS = {"in_proj_b": 0, "in_proj_a": 1}
 
 def gguf_name(name: str, family: Family) -> str | None:
     """The name in GGUF files of the tensor that transformers calls `name`; None if there is none."""
-    if name in family.ends:
-        return family.ends[name]
+    if unnumbered(name) in family.ends:
+        return family.ends[unnumbered(name)]
     found = _LAYER.fullmatch(name)
     if found is None:
         return None
@@ -94,6 +97,8 @@ class GgufSource(Source):
 
     @override
     def has(self, name: str) -> bool:
+        if self._number(name) is not None:
+            return True
         one = head_norm(name)
         if one is not None:
             return self.has(one[0]) and one[1] < self._info(one[0]).shape[0]
@@ -101,6 +106,8 @@ class GgufSource(Source):
 
     def __getitem__(self, name: str) -> Tensor:
         """The tensor, in its dtype if that is floating point, else dequantised to float32; may be a read-only view."""
+        if (number := self._number(name)) is not None:
+            return number
         if name.endswith(CONV):
             return torch.cat([self[part] for part in self.parts(name)])
         info = self._info(name)
@@ -121,6 +128,8 @@ class GgufSource(Source):
 
     def of_modules(self, name: str) -> Tensor | None:
         """The tensor as transformers' modules have it, dequantised; None if the file lacks it."""
+        if (number := self._number(name)) is not None:
+            return number.view(1) if "alpha" in name else number
         one, parts = head_norm(name), self.parts(name)
         if one is not None:
             return self[one[0]][one[1]] if self.has(name) else None
@@ -202,7 +211,7 @@ class GgufSource(Source):
         found = [(info.type, (info.shape[0], info.shape[1])) for info in self._file.header.tensors.values()
                  if len(info.shape) == 2]
         for info in self._file.header.tensors.values():
-            if len(info.shape) == 3 and info.name.endswith(("_exps.weight", "attn_k_b.weight", "attn_v_b.weight")):
+            if len(info.shape) == 3 and info.name.endswith(_MATRICES):
                 found += [(info.type, (info.shape[1], info.shape[2]))] * info.shape[0]
         return found
 
@@ -210,6 +219,8 @@ class GgufSource(Source):
         """Tensors of the file, by its names, that are neither in `known` (transformers' names) nor read otherwise."""
         places = {self._place(part) for name in known for part in self.parts(name)} | set(map(self._place, known))
         further = tuple(f"blk.{layer}." for layer in self._further())
+        reading = (layer for layer, source in enumerate(shared_sources(self._config)) if source is not None)
+        further += tuple(f"blk.{layer}.attn_{part}" for layer in reading for part in ("k.", "v.", "k_norm."))
         return [place for place in self._file.header.tensors
                 if place not in places and not ASIDE.search(place) and not place.startswith(further)]
 
@@ -226,6 +237,14 @@ class GgufSource(Source):
     def release(self) -> None:
         """Give back the memory of the pages that were read so far."""
         self._file.release()
+
+    def _number(self, name: str) -> Tensor | None:
+        """A tensor of one number that the metadata have; None if it is none of these."""
+        found = _LAYER.fullmatch(name)
+        if found is None or found[2] not in self._family.numbers:
+            return None
+        each = Metadata(self._file.header).numbers(self._family.numbers[found[2]], self._config.num_hidden_layers)
+        return None if each is None else torch.tensor(each[int(found[1])])
 
     def _info(self, name: str) -> TensorInfo:
         place = self._place(name)

@@ -52,7 +52,7 @@ FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", *GPT2, "[0-9][0-9][0-9]")
 SPACE = "\u2581"
 """SentencePiece's character for a space."""
 _REMEDY = "Give the model's own tokenizer, shoal.load(file, tokenizer=FOLDER_OR_HUB_ID)"
-_IN_ORDER = ("gemma", "gemma2", "gemma3")
+_IN_ORDER = ("gemma", "gemma2", "gemma3", "gemma3n")
 _STRIPPING = ("phi3",)
 _NOT_STRIPPING = ("<unk>", "<s>", "<|endoftext|>")
 

@@ -18,7 +18,13 @@ from shoal.model.layers.mixer import Matrix
 
 
 class Table(Protocol):
-    """A matrix whose rows are looked up, too."""
+    """A matrix whose rows are looked up, too.
+
+    Attributes:
+        rows: their number.
+    """
+
+    rows: int
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map x [n, columns] to [n, rows]."""
@@ -38,7 +44,7 @@ class LayerInputs(Generic[T]):
     """Makes the inputs of all layers.
 
     Attributes:
-        table: [vocabulary, layers * size], a row per token.
+        table: [tokens, layers * size], a row per token; the others, which stand for images and sound, have row 0.
         project: [layers * size, hidden], applied to embeddings.
         norm: [size], of what the projection gives each layer.
         eps: of the norm.
@@ -57,7 +63,8 @@ class LayerInputs(Generic[T]):
         """
         size, hidden = len(self.norm), embedded.shape[1]
         projected = self.project(embedded.to(dtype)).to(embedded.dtype).unflatten(1, (-1, size)) * hidden**-0.5
-        of_token = self.table.lookup(ids).to(embedded.dtype).unflatten(1, (-1, size)) * size**0.5
+        rows = self.table.lookup(ids.where(ids < self.table.rows, 0)).to(embedded.dtype)
+        of_token = rows.unflatten(1, (-1, size)) * size**0.5
         found: Tensor = (rms_norm(projected, (size,), self.norm, self.eps) + of_token) * MIX
         return found
 

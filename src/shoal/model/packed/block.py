@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm, rms_norm, scaled_dot_product_attention
 
+from shoal.model.layers.alternating import HALVED, cut_off
 from shoal.model.layers.differential import Differential, paired
 from shoal.model.layers.mixer import Mixer
 from shoal.model.packed.linear import ACTIVATIONS, Linear
@@ -40,7 +41,8 @@ def attention(
         mixed = layer.latent.opened(mixed)
     if gate is not None:
         mixed = mixed * torch.sigmoid(gate)
-    out = applied(layer.out, mixed.reshape(len(x), -1), layer.out_bias).to(x.dtype)
+    mixed = _sub_norm(mixed.reshape(len(x), -1), layer.out_sub_norm, shape.eps)
+    out = applied(layer.out, mixed, layer.out_bias).to(x.dtype)
     return _norm(out, layer.attention_out_norm, shape.eps) * (shape.residual_scale * shape.out_scales[0])
 
 
@@ -129,11 +131,40 @@ def mlp(
     if layer.experts is not None:
         out = layer.experts(wide if layer.experts.apart is None else x, dtype, out)
     assert out is not None
-    return _norm(out, layer.mlp_out_norm, shape.eps) * (shape.residual_scale * shape.out_scales[2])
+    return _norm(out, layer.mlp_out_norm, shape.eps) * (shape.residual_scale * shape.out_scales[2] * layer.mlp_scale)
 
 
-def ended(x: Tensor, layer: Layer, dtype: torch.dtype, inputs: Tensor | None) -> Tensor:
-    """The states that leave a layer, from those after its feed-forward and the layer's inputs [T, size], or None."""
+def entered(x: Tensor, layer: Layer, shape: Shape) -> tuple[Tensor, Tensor | None]:
+    """The states [T, hidden] that a layer computes on, and the streams [T, S, hidden] predicted after it, or None.
+
+    Args:
+        x: the states between layers, [T, line].
+    """
+    if layer.alternating is None:
+        return x, None
+    predicted = layer.alternating.predicted(x.unflatten(1, (-1, shape.hidden)))
+    return predicted[:, layer.alternating.active], predicted
+
+
+def joined(x: Tensor, read: Tensor, layer: Layer, shape: Shape, dtype: torch.dtype) -> Tensor:
+    """The states `x` after attention and the residual beside it, which reads what attention reads, normalised."""
+    if layer.beside is None:
+        return x
+    return (x + layer.beside(_norm(read, layer.attention_norm, shape.eps), dtype)) * HALVED
+
+
+def ended(x: Tensor, layer: Layer, dtype: torch.dtype, inputs: Tensor | None, predicted: Tensor | None) -> Tensor:
+    """The states [T, line] that leave a layer, from those after its feed-forward.
+
+    Args:
+        inputs: the layer's own, [T, size], or None.
+        predicted: of `entered`.
+    """
+    if layer.alternating is not None and layer.input is not None:
+        assert inputs is not None and predicted is not None
+        streams = layer.alternating.corrected(predicted, x)
+        added = layer.input(layer.alternating.read(streams), inputs, dtype)
+        return torch.cat([streams[:, :1], streams[:, 1:] + added[:, None]], 1).flatten(1)
     if layer.input is not None:
         assert inputs is not None
         x = x + layer.input(x, inputs, dtype)
@@ -144,11 +175,15 @@ def gated(normed: Tensor, layer: Layer, shape: Shape) -> Tensor:
     """The MLP on normed inputs [T, hidden]; where there is no gate, the activation is of `up` alone."""
     neurons = applied(layer.gate_up, normed, layer.gate_up_bias)
     if layer.gate_up.rows == layer.down.columns:
-        return applied(layer.down, ACTIVATIONS[shape.activation](neurons), layer.down_bias)
+        activation = layer.curve or ACTIVATIONS[shape.activation]
+        return applied(layer.down, _sub_norm(activation(neurons), layer.down_sub_norm, shape.eps), layer.down_bias)
     gate, up = neurons.chunk(2, dim=-1)
     if shape.gate_scale != 1.0:
         gate = gate * shape.gate_scale
-    return applied(layer.down, ACTIVATIONS[shape.activation](gate) * up, layer.down_bias)
+    if layer.cutoff is not None:
+        gate = cut_off(gate, layer.cutoff)
+    opened = _sub_norm(ACTIVATIONS[shape.activation](gate) * up, layer.down_sub_norm, shape.eps)
+    return applied(layer.down, opened, layer.down_bias)
 
 
 def scaled_attention(
@@ -257,6 +292,11 @@ def _norm(x: Tensor, weight: Tensor | None, eps: float, bias: Tensor | None = No
     if weight is None:
         return x
     return rms_norm(x, weight.shape, weight, eps) if bias is None else layer_norm(x, weight.shape, weight, bias, eps)
+
+
+def _sub_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """Inputs [T, columns] of a sublayer's last matrix, normalised in the weight's dtype where they are."""
+    return x if weight is None else _norm(x.to(weight.dtype), weight, eps).to(x.dtype)
 
 
 def norm_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -126,6 +126,15 @@ def _cohere(text: Any) -> Fields:
     return fields
 
 
+def _cohere2_moe(text: Any) -> Fields:
+    """Full layers are not rotated, but for those of a dense beginning without windows."""
+    rotated = [kind == "sliding_attention" and text.sliding_window is not None
+               or mlp == "dense" and text.prefix_dense_sliding_window_pattern == 1
+               for kind, mlp in zip(text.layer_types, text.mlp_layer_types, strict=True)]
+    return {"parallel": True, "logit_factor": text.logit_scale, "no_rope_layers": rotated,
+            "rms_norm_eps": text.layer_norm_eps if text.rms_norm_eps is None else text.rms_norm_eps}
+
+
 def _stablelm(text: Any) -> Fields:
     return {**_biased(text.use_qkv_bias, False, False), "parallel": text.use_parallel_residual,
             "head_norm_parts": _normed(text, "weight")}
@@ -223,7 +232,8 @@ def rows_of(order: Order, heads: int, kv_heads: int, size: int) -> Tensor | None
 
 _FIELDS: Mapping[str, Callable[[Any], Fields]] = MappingProxyType({
     "phi": _phi, "starcoder2": _starcoder2, "gpt2": _gpt2, "gpt_bigcode": _gpt_bigcode, "gpt_neo": _gpt_neo,
-    "gpt_neox": _gpt_neox, "falcon": _falcon, "cohere": _cohere, "cohere2": _cohere, "stablelm": _stablelm, "opt": _opt,
+    "gpt_neox": _gpt_neox, "falcon": _falcon, "cohere": _cohere, "cohere2": _cohere,
+    "cohere2_moe": _cohere2_moe, "stablelm": _stablelm, "opt": _opt,
     "persimmon": _persimmon, "nemotron": _nemotron, "olmo": _olmo, "bloom": _bloom, "mpt": _mpt, "gptj": _gptj,
     "codegen": _codegen, "phimoe": lambda text: {"head_biased": text.lm_head_bias},
     "hyperclovax": lambda text: {"logit_factor": text.logits_scaling},

@@ -209,6 +209,13 @@ def _ernie(text: Any) -> Routing:
     return Routing(text.moe_num_experts, text.moe_k, least=float(text.moe_norm_min))
 
 
+def _cohere(text: Any) -> Routing:
+    """Among the chosen alone softmax is the normalised softmax of all."""
+    sigmoid = text.expert_selection_fn == "sigmoid"
+    return Routing(text.num_experts, text.num_experts_per_tok, sigmoid=sigmoid,
+                   normalised=not sigmoid or bool(text.norm_topk_prob))
+
+
 def _jamba(text: Any) -> Routing:
     return Routing(text.num_experts, text.num_experts_per_tok, normalised=False)
 
@@ -306,6 +313,9 @@ EXPERTS: Mapping[str, ExpertKind] = MappingProxyType({
                         biased=lambda text: True, shared=_num_shared),
     "minimax_m2": ExpertKind(_MINIMAX_M2, _counted(None), width=lambda text: int(text.intermediate_size),
                              biased=lambda text: True),
+    "cohere2_moe": ExpertKind(
+        ExpertNames(shared="mlp.shared_experts."), _cohere, _listed, width=lambda text: int(text.intermediate_size),
+        shared=lambda text: int(text.intermediate_size * text.num_shared_experts)),
     "flex_olmo": ExpertKind(ExpertNames(), _softmax, width=lambda text: int(text.intermediate_size)),
     "deepseek_v2": ExpertKind(_GLM, _deepseek_v2, _first_dense, shared=_beside),
     "glm4_moe_lite": ExpertKind(_GLM, _glm, _listed, biased=lambda text: True, shared=_beside),

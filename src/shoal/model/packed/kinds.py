@@ -119,6 +119,7 @@ class ModelKind:
         head_gates: whether attention's outputs are gated head by head, by a matrix of as many rows.
         value_norms: whether values are normalised too, without a weight.
         layer_scales: whether a layer's outputs, states and all, are multiplied by a number of its own.
+        sub_norms: whether the inputs of the output projections of attention and of the MLP are normalised.
     """
 
     layers: Mapping[str, LayerKind] = field(default_factory=lambda: MappingProxyType({"": LayerKind()}))
@@ -130,6 +131,7 @@ class ModelKind:
     norms_of: Callable[[Any], Norms] | None = None
     value_norms: bool = False
     layer_scales: bool = False
+    sub_norms: bool = False
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -188,12 +190,17 @@ LLAMA: Mapping[str, ModelKind] = MappingProxyType({
                      "gemma", "seed_oss", "glm", "helium", "ernie4_5", "internlm3", "cwm"), ModelKind()),
     "arcee": ModelKind(MappingProxyType({"": LayerKind(gated_mlp=False, plain_mlp=True)}),
                        Names(gate_up=("", "up_proj"))),
+    "apertus": ModelKind(MappingProxyType({"": LayerKind(
+        gated_mlp=False, plain_mlp=True, norms=Norms("attention_layernorm", "feedforward_layernorm"))}),
+        Names(gate_up=("", "up_proj"))),
+    "bitnet": ModelKind(sub_norms=True),
     "hyperclovax": ModelKind(norms_of=lambda text: _PERI if text.use_post_norm else Norms()),
     "hunyuan_v1_dense": ModelKind(names=Names(head_norms=("query_layernorm", "key_layernorm"))),
     **dict.fromkeys(("gemma2", "gemma3_text"), _same(_SANDWICH)),
     **dict.fromkeys(("olmo2", "olmo3", "exaone4"), _same(_AFTER)),
     "glm4": _same(Norms(attention_out="post_self_attn_layernorm", mlp_out="post_mlp_layernorm")),
     **dict.fromkeys(("minicpm3", "youtu"), _LATENT),
+    "gemma3n_text": replace(_same(_SANDWICH), value_norms=True),
     **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), replace(_same(_SANDWICH), value_norms=True,
                                                                      layer_scales=True)),
 })
@@ -209,6 +216,7 @@ MIXTURES: Mapping[str, ModelKind] = MappingProxyType({
     "hunyuan_v1_moe": ModelKind(names=Names(head_norms=("query_layernorm", "key_layernorm"))),
     "phimoe": ModelKind(layer_norms=True),
     "llama4_text": ModelKind(names=Names(mlp="feed_forward.")),
+    "cohere2_moe": replace(_same(Norms(mlp="input_layernorm")), layer_norms=True, norm_parts=("weight",)),
 })
 """Model types whose layers are attention and experts, or in some layers a gated MLP."""
 

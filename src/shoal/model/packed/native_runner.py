@@ -61,6 +61,7 @@ def fits_kernels(shape: Shape, dtype: torch.dtype, device: torch.device) -> bool
     heads = [shape.head_dim, *(sizes.head_dim for sizes in shape.sizes)]
     even = not any(size % 2 for size in heads) and shape.keys[1] <= native.MAX_HEAD_DIM
     few = shape.experts is None or shape.experts.routing.count <= native.MAX_EXPERTS
+    few = few and (shape.streams is None or shape.streams.count <= native.MAX_STREAMS)
     return even and few and device.type == "cpu" and dtype in _KINDS
 
 
@@ -202,7 +203,7 @@ class NativeRunner(PackedRunner):
         entered = {layer: bisect_left(work.layers, layer) for layer in seen_by(hook, self.num_layers)}
         tapped, taps = sorted({*entered.values()}), None
         if hook is not None:
-            taps = torch.empty(len(tapped), len(batch.ids), self.shape.hidden)
+            taps = torch.empty(len(tapped), len(batch.ids), self.shape.line)
         more: dict[str, Any] = {}
         if not all(chunk.bare for chunk in chunks):
             more = self._beside_tokens(chunks, work, batch, cache)

@@ -132,7 +132,7 @@ class PackedRunner(ModelRunner):
             x = x + weights.positions[positions]
         if weights.embedding_norm is not None:
             x = layer_norm(x, x.shape[-1:], weights.embedding_norm, weights.embedding_norm_bias, self.shape.eps)
-        return x
+        return x if weights.streams is None else weights.streams.begun(x, self.dtype)
 
     @override
     @torch.no_grad()
@@ -141,6 +141,8 @@ class PackedRunner(ModelRunner):
 
     def unrounded(self, hidden: Tensor) -> Tensor:
         """As `normed`, in the dtype of `hidden`."""
+        if self.weights.streams is not None:
+            hidden = self.weights.streams.ended(hidden, self.dtype)
         sizes, weight, bias = (self.shape.hidden,), self.weights.final_norm, self.weights.final_norm_bias
         if not self.shape.head_norm:
             return hidden
@@ -199,7 +201,7 @@ class _Pass:
             self.x = runner.embed(ids, where)
             lay_vectors(self.x, chunks)
         if makes is not None:
-            self._inputs = makes(ids, self.x, runner.dtype)
+            self._inputs = makes(ids, self.x[:, : runner.shape.hidden], runner.dtype)
         self._beside = None
         if start is not None:
             self.x = torch.cat([states[:size] for states, size in zip(start.hidden, self.sizes, strict=True)])
@@ -220,7 +222,8 @@ class _Pass:
         piece, chosen = asked, self._chosen(asked)
         if not piece.chunks:
             return
-        x = entered = self.x if chosen is None else self.x[chosen]
+        x, predicted = block.entered(self.x if chosen is None else self.x[chosen], weights, runner.shape)
+        entered = x
         if piece.part != "mlp":
             parts = []
             if kind.attends:  # first of all, since it counts the scratch entries before these tokens
@@ -244,12 +247,13 @@ class _Pass:
                 x = block.kept(x, weights.attention_norm, runner.shape, int(not kind.attends))
             for part in parts:
                 x = x + part
+            x = block.joined(x, entered, weights, runner.shape, runner.dtype)
             if not kind.mixers:
                 self.cache.layers[layer].count([chunk.seq for chunk in self.chunks], piece.counts)
         if piece.part != "attention" and kind.feeds:
             read = entered if runner.shape.parallel else x
             x = block.kept(x, weights.mlp_norm, runner.shape, 2) + self._mlp(layer, piece, read)
-            x = block.ended(x, weights, runner.dtype, self._input(layer, chosen))
+            x = block.ended(x, weights, runner.dtype, self._input(layer, chosen), predicted)
         self.x = x if chosen is None else self.x.index_copy(0, chosen, x)
 
     def _mlp(self, layer: int, piece: LayerWork, x: Tensor) -> Tensor:
@@ -309,9 +313,10 @@ class _Pass:
     def _store(self, layer: int, piece: LayerWork) -> None:
         """Keep keys and values of the piece's tokens, whose attention nobody wants or comes later."""
         runner, chosen = self.runner, self._chosen(piece)
-        x = self.x if chosen is None else self.x[chosen]
+        weights = runner.weights.layers[layer]
+        x, _ = block.entered(self.x if chosen is None else self.x[chosen], weights, runner.shape)
         tables = self._tables(layer, chosen)
-        _, k, v, _ = block.projected(x, runner.weights.layers[layer], runner.shape, runner.dtype, tables)
+        _, k, v, _ = block.projected(x, weights, runner.shape, runner.dtype, tables)
         assert k is not None and v is not None
         split = (one.transpose(0, 1)[None].split(piece.counts, dim=2) for one in (k, v))
         for chunk, count, keys, values in zip(self.chunks, piece.counts, *split, strict=True):

@@ -36,10 +36,10 @@ _MOVING_ROPE = ("dynamic", "longrope")
 _HUNYUAN = ("hunyuan_v1_dense", "hunyuan_v1_moe")
 _GEMMA = ("gemma", "gemma2", "gemma3_text")
 _GEMMA4 = ("gemma4_text", "gemma4_unified_text")
-_GEMMA_SCALED = (*_GEMMA, *_GEMMA4)
+_GEMMA_SCALED = (*_GEMMA, *_GEMMA4, "gemma3n_text")
 """Model types whose embeddings are multiplied by the root of their size."""
 _INTERLEAVED = ("glm", "glm4", "helium", "ernie4_5", "ernie4_5_moe", "cohere", "cohere2", "gptj", "codegen",
-                "llama4_text")
+                "llama4_text", "cohere2_moe")
 _LOCAL = ("exaone4", "exaone_moe", "afmoe")
 """Model types that rotate in layers with windows alone, where there are any."""
 _CENTRED = (*_GEMMA, "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "recurrent_gemma", "nemotron")
@@ -50,7 +50,7 @@ _BY_FUNCTION = ("linear", "llama3", "yarn")
 _PLAIN = LayerKind()
 _EPS = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon")
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
-                "gelu_fast": "gelu_tanh", "gelu": "gelu", "relu": "relu", "relu2": "relu2"}
+                "gelu_fast": "gelu_tanh", "gelu": "gelu", "relu": "relu", "relu2": "relu2", "xielu": "xielu"}
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,23 @@ class HeadSizes:
 
 
 @dataclass(frozen=True)
+class StreamSizes:
+    """Streams of states, and what stands beside them, see `shoal.model.layers.alternating`.
+
+    Attributes:
+        count: streams per token.
+        active: the one that layers compute on.
+        scaled: whether layers scale what their own inputs read of it.
+        rank: of the residual connection beside attention.
+    """
+
+    count: int
+    active: int
+    scaled: bool
+    rank: int
+
+
+@dataclass(frozen=True)
 class Shape:
     """Sizes and constants of a Llama-shaped decoder.
 
@@ -79,7 +96,8 @@ class Shape:
         eps: epsilon of the norms.
         attention_scale: factor of q·k.
         residual_scale, embedding_scale, logit_scale: factors of sublayer outputs, embeddings and logits.
-        activation: activation of the gate, or of an MLP without one, a key of `ACTIVATIONS`.
+        activation: activation of the gate, or of an MLP without one, a key of `ACTIVATIONS`, or "xielu", whose numbers
+            each layer has.
         windows: sliding window per layer in positions, or None.
         rotary: per layer, the number of the table in `RotaryTable` that rotates q and k, or None.
         tied: whether the LM head is the embedding.
@@ -122,6 +140,11 @@ class Shape:
             step and the first; or None. Of queries that are not rotated, with a first of 1 (Llama 4, arXiv 2501.19399),
             or of all, with a first of 0 (Ministral 3).
         layer_input: numbers of a token's input to each layer, see `shoal.model.layers.layer_inputs`; 0: there is none.
+        streams: the streams of states, where a token has several, side by side; None for one.
+        cutoffs: per layer, how many standard deviations above their mean gates must be, see `cut_off`, or None; empty
+            if no layer cuts them off.
+        mlp_scales: per layer, further factors of what its feed-forward adds; empty if all are 1.
+        sub_norms: whether the inputs of the output projections of attention and of the MLP are normalised (BitNet).
         head_norm: whether states are normed before the head, which some draft heads leave out.
         windows_ahead: whether in layers with a window, too, nodes of a mutual chunk see those after them.
     """
@@ -178,6 +201,15 @@ class Shape:
     warmth: tuple[float, float, float] | None = None
     head_norm: bool = True
     windows_ahead: bool = True
+    streams: StreamSizes | None = None
+    cutoffs: tuple[float | None, ...] = ()
+    sub_norms: bool = False
+    mlp_scales: tuple[float, ...] = ()
+
+    @property
+    def line(self) -> int:
+        """Numbers of a token's states between layers."""
+        return self.hidden * (1 if self.streams is None else self.streams.count)
 
     def heads_of(self, layer: int) -> HeadSizes:
         """Sizes of a layer's attention."""
@@ -243,7 +275,8 @@ class Shape:
         whole = whole and not self.layer_norms and not self.sources and self.kept is None and self.latent is None
         whole = whole and not self.rotates_first and self.activation in ("silu", "gelu_tanh")
         whole = whole and not (self.sizes or self.value_norms or self.layer_scales or self.layer_input)
-        whole = whole and not (self.unit_heads or self.warmth or any(isinstance(one, Chunk) for one in self.windows))
+        whole = whole and not (self.unit_heads or self.warmth or self.streams or self.cutoffs or self.sub_norms)
+        whole = whole and not any(isinstance(one, Chunk) for one in self.windows)
         whole = whole and self.head_norm
         return whole and not self.gate_rows and self.gate_scale == 1.0 and self.out_scales == (1.0, 1.0, 1.0)
 
@@ -342,6 +375,7 @@ def shape_of(config: Any, dtype: torch.dtype = torch.float64) -> Shape:
         head_norm_parts=getattr(text, "head_norm_parts", ()),
         value_norms=MODELS[text.model_type].value_norms,
         layer_scales=MODELS[text.model_type].layer_scales,
+        sub_norms=MODELS[text.model_type].sub_norms,
         layer_input=int(getattr(text, "hidden_size_per_layer_input", None) or 0),
     )
     if text.model_type == "llama4_text":
@@ -351,6 +385,10 @@ def shape_of(config: Any, dtype: torch.dtype = torch.float64) -> Shape:
         return replace(shape, warmth=_ministral3(text))
     if text.model_type in _GEMMA4:
         return replace(shape, **_gemma4(text, shape))
+    if text.model_type == "cohere2_moe":
+        return replace(shape, **_cohere2_moe(text, shape))
+    if text.model_type == "gemma3n_text":
+        return replace(shape, **_gemma3n(text, shape))
     return replace(shape, **_special(text, shape)) if text.model_type in HYBRIDS else shape
 
 
@@ -360,6 +398,8 @@ def _dense(text: Any, kinds: tuple[LayerKind, ...]) -> tuple[tuple[LayerKind, ..
     widths = widths_of(text) if dense else (0,) * len(kinds)
     if text.model_type == "llama4_text":  # the other width is that of experts
         widths = (int(text.intermediate_size_mlp),) * len(kinds)
+    if text.model_type == "cohere2_moe" and text.prefix_dense_intermediate_size is not None:
+        widths = (int(text.prefix_dense_intermediate_size),) * len(kinds)
     return kinds, tuple(width if kind.feeds else 0 for kind, width in zip(kinds, widths, strict=True))
 
 
@@ -410,6 +450,26 @@ def _gemma4(text: Any, shape: Shape) -> dict[str, Any]:
     ffns = tuple(width * (1 if shape.source(i) is None else wide) for i, width in enumerate(shape.ffns))
     return {"sizes": sizes, "kv_heads": min(one.kv_heads for one in sizes), "attention_scale": 1.0, "ffns": ffns,
             "head_dim": max(one.head_dim for one in sizes), "rotary_dim": max(one.rotary_dim for one in sizes)}
+
+
+def _cohere2_moe(text: Any, shape: Shape) -> dict[str, Any]:
+    """What sets the numbers of Cohere's mixtures apart."""
+    halved = text.num_shared_experts > 0 and text.shared_expert_combination_strategy == "average"
+    scales = tuple(0.5 if halved and kind.experts else 1.0 for kind in shape.kinds)
+    return {"layer_norms": text._text.rms_norm_eps is None, "mlp_scales": scales if halved else ()}
+
+
+def _gemma3n(text: Any, shape: Shape) -> dict[str, Any]:
+    """What sets Gemma 3n's numbers apart."""
+    if not shape.layer_input:
+        raise _misfit(text, "its layers have no inputs of their own (hidden_size_per_layer_input)")
+    normal, shares = torch.distributions.Normal(0, 1), text.activation_sparsity_pattern  # in float32, as its modules
+    cutoffs = tuple(normal.icdf(torch.tensor(share, dtype=torch.float32)).item() if share > 0 else None
+                    for share in shares)
+    streams = StreamSizes(text.altup_num_inputs, text.altup_active_idx, text.altup_correct_scale, text.laurel_rank)
+    sizes = HeadSizes(shape.kv_heads, shape.head_dim, shape.rotary_dim)
+    return {"attention_scale": 1.0, "sizes": (sizes,) * shape.num_layers, "streams": streams,
+            "cutoffs": cutoffs if any(one is not None for one in cutoffs) else ()}
 
 
 def _ministral3(text: Any) -> tuple[float, float, float]:

@@ -13,11 +13,13 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from shoal.errors import Unsupported
 from shoal.heap import give_back
 from shoal.model.gguf.blocks import Blocks
 from shoal.model.gguf.source import GgufSource
+from shoal.model.layers.alternating import Alternating, LowRank, Streams
 from shoal.model.layers.differential import LAMBDAS, Differential, differential
 from shoal.model.layers.experts import Apart, Mixture
 from shoal.model.layers.gated_memory import GatedMemory
@@ -25,6 +27,7 @@ from shoal.model.layers.latent import LatentAttention, LatentSizes
 from shoal.model.layers.layer_inputs import LayerInput, LayerInputs
 from shoal.model.layers.mamba import SelectiveScan
 from shoal.model.layers.mixer import Mixer
+from shoal.model.layers.xielu import Xielu
 from shoal.model.modules import leftovers, refuse
 from shoal.model.packed.classics import viewed
 from shoal.model.packed.experts import ExpertNames, ExpertShape
@@ -32,7 +35,7 @@ from shoal.model.packed.kinds import CLASSICS, Names
 from shoal.model.packed.latent import BY_HEADS, EXPAND, NORM, QUERY_NORM, WIDEN, latent_names, reading
 from shoal.model.packed.linear import ACTIVATIONS, Dense, Linear, parts_of
 from shoal.model.packed.mixers import FORMS, Projection, memory_sizes, memory_unit
-from shoal.model.packed.shape import REMEDY, HeadSizes, Shape
+from shoal.model.packed.shape import REMEDY, HeadSizes, Shape, StreamSizes
 from shoal.model.packed.source import ExpertsByRows, FewerLayers, Source
 
 _NO_BIAS = ("exaone_moe", "minimax_m2", "mistral", "ministral", "ministral3", "phi3", "exaone4", "lfm2", "nemotron_h")
@@ -42,7 +45,7 @@ _MLP_BIAS = ("llama", "granite", "smollm3", "seed_oss", "helium", "bamba", "falc
 _HEAD_NORMS = ("qwen3", "gemma3_text", "olmo2", "olmo3", "exaone4", "qwen3_5_text", "lfm2", "olmo_hybrid", "qwen3_moe",
                "olmoe", "qwen3_next", "qwen3_5_moe_text", "lfm2_moe", "lfm3", "gemma4_text", "hunyuan_v1_dense",
                "hunyuan_v1_moe", "gemma4_unified_text", "minimax_m2", "dots1", "exaone_moe", "hy_v3", "flex_olmo",
-               "afmoe")
+               "afmoe", "gemma3n_text", "apertus")
 _FUSED = ("phi3", "glm", "glm4", "granitemoehybrid", "phi4flash")
 _FUSED_QKV = ("phi3", "gpt2", "gpt_bigcode", "gpt_neox", "falcon", "persimmon", "bloom", "mpt", "codegen")
 """Model types whose modules have q, k and v as one matrix."""
@@ -50,6 +53,13 @@ _QKV, _SINKS = ("q_proj", "k_proj", "v_proj"), "sinks"
 _TABLE, _PROJECT, _PROJECT_NORM = "embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm"
 _INPUT_GATE, _INPUT_OUT, _INPUT_NORM = "per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"
 _LAYER_SCALE = "layer_scalar"
+_ATTENTION_SUB_NORM, _MLP_SUB_NORM = "attn_sub_norm.weight", "ffn_sub_norm.weight"
+_CURVE = tuple(f"act_fn.{part}" for part in ("alpha_p", "alpha_n", "beta", "eps"))
+_SPREAD, _GATHER = "altup_projections", "altup_unembed_projections"
+_ROUTER, _ROUTER_NORM = "altup.modality_router.weight", "altup.router_norm.weight"
+_PREDICT, _CORRECT = "altup.prediction_coefs.weight", "altup.correction_coefs.weight"
+_ACTIVE_SCALE = "altup.correct_output_scale"
+_LEFT, _RIGHT, _RIGHT_NORM = "laurel.linear_left", "laurel.linear_right", "laurel.post_laurel_norm.weight"
 _INNER = "inner_cross_attn."
 _SUB_NORM = f"{_INNER}subln.weight"
 """What the names of differential attention's own tensors begin with, and that of its norm."""
@@ -110,6 +120,9 @@ def tensors(text: Any, shape: Shape, root: str, tied: bool) -> Iterator[Forms]:
         yield _one(f"{root}{shape.names.positions}.weight")
     if shape.layer_input:
         yield from (_one(f"{root}{name}.weight") for name in (_TABLE, _PROJECT, _PROJECT_NORM))
+    if shape.streams is not None:
+        yield from (_one(f"{root}{name}.{number}.weight") for name in (_SPREAD, _GATHER)
+                    for number in range(shape.streams.count - 1))
     if not tied:
         yield tuple((f"{head}weight",) for head in HEADS)
     if shape.head_biased:
@@ -147,8 +160,11 @@ def _block(text: Any, shape: Shape, layer: int) -> Iterator[Forms]:
         yield _one(f"{mlp}{names.gate_up[1]}.weight")
     if kind.attends:
         yield _one(f"{attention}{names.out}.weight")
+    if shape.sub_norms:
+        yield from (_one(attention + _ATTENTION_SUB_NORM), _one(mlp + _MLP_SUB_NORM))
     if kind.has_mlp:
         yield _one(f"{mlp}{names.down}.weight")
+        yield from (_one(mlp + name) for name in _CURVE if shape.activation == "xielu")
     yield from (forms for norm in astuple(kind.norms) if norm is not None for forms in _norm_tensors(norm, shape))
     if "gated_memory" in kind.mixers:
         yield from (_one(names.mixer + name) for name in memory_sizes(text))
@@ -161,6 +177,9 @@ def _block(text: Any, shape: Shape, layer: int) -> Iterator[Forms]:
         yield from (_one(f"{name}.weight") for name in (_INPUT_GATE, _INPUT_OUT, _INPUT_NORM))
     if shape.layer_scales:
         yield _one(_LAYER_SCALE)
+    if shape.streams is not None:
+        yield from map(_one, (_ROUTER, _ROUTER_NORM, _PREDICT, _CORRECT, f"{_LEFT}.weight", f"{_RIGHT}.weight",
+                              _RIGHT_NORM, _ACTIVE_SCALE))
     if kind.attends:
         yield from _head_layer_norms(shape, attention)
         own = _projections(shape, layer)
@@ -282,6 +301,12 @@ class Layer:
         sizes: of attention, where they differ from layer to layer; None for those of the shape.
         input: what the layer makes of its own input, or None.
         scale: factor of the layer's outputs, states and all.
+        mlp_scale: further factor of what the feed-forward adds.
+        alternating: what the layer does with several streams of states, or None.
+        beside: what joins the states after attention, on the same normed inputs, or None.
+        cutoff: see `Shape.cutoffs`.
+        curve: the activation, where it has numbers of its own, or None.
+        out_sub_norm, down_sub_norm: of the inputs of `out` and `down`, as many as these have columns, or None.
     """
 
     qkv: Linear = field(default_factory=_nothing)
@@ -312,6 +337,13 @@ class Layer:
     sizes: HeadSizes | None = None
     input: LayerInput[Linear] | None = None
     scale: float = 1.0
+    mlp_scale: float = 1.0
+    alternating: Alternating | None = None
+    beside: LowRank[Linear] | None = None
+    cutoff: float | None = None
+    curve: Xielu | None = None
+    out_sub_norm: Tensor | None = None
+    down_sub_norm: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -330,6 +362,8 @@ class Layer:
             held += [*self.latent.keys, *self.latent.values, *filter(None, [self.latent.widen])]
         if self.input is not None:
             held += [self.input.gate, self.input.out]
+        if self.beside is not None:
+            held += [self.beside.left, self.beside.right]
         if self.experts is not None:
             held += [self.experts.router, *self.experts.gate_up, *self.experts.down, *(self.experts.latent or ())]
         return tuple(part for matrix in held if matrix.rows for part in parts_of(matrix))
@@ -344,6 +378,7 @@ class Weights:
         positions: [most, hidden], added to the embeddings at each position, or None.
         embedding_norm, embedding_norm_bias: [hidden], of the LayerNorm of embeddings, or None.
         inputs: makes the inputs of layers' own, where there are any.
+        streams: begins and ends several streams of states, where there are any.
     """
 
     layers: list[Layer]
@@ -356,6 +391,7 @@ class Weights:
     positions: Tensor | None = None
     embedding_norm: Tensor | None = None
     embedding_norm_bias: Tensor | None = None
+    streams: Streams[Linear] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -367,6 +403,8 @@ class Weights:
         ends = (self.head,) if self.embedding is self.head else (self.embedding, self.head)
         if self.inputs is not None:
             ends = (*ends, *parts_of(self.inputs.table), *parts_of(self.inputs.project))
+        if self.streams is not None:
+            ends = (*ends, *parts_of(self.streams.spread), *chain.from_iterable(map(parts_of, self.streams.gather)))
         return (*(matrix for layer in self.layers for matrix in layer.matrices()), *ends)
 
 
@@ -401,6 +439,7 @@ class Packer:
         if not shape.tied and own is not None:
             head = self.pack({f"{own}weight": shape.vocab}, shape.hidden, "head")
         inputs = self._inputs() if shape.layer_input else None
+        streams = None if shape.streams is None else self._streams(shape.streams)
         layers = [self.layer(index) for index in range(shape.num_layers)]
         final_norm = self._norm(self._root, names.final_norm)
         assert final_norm is not None
@@ -410,6 +449,7 @@ class Packer:
         weights.positions = self._positions()
         weights.embedding_norm = self._norm(self._root, names.embedding_norm)
         weights.embedding_norm_bias = self._norm_bias(self._root, names.embedding_norm)
+        weights.streams = streams
         return weights
 
     def _positions(self) -> Tensor | None:
@@ -437,6 +477,24 @@ class Packer:
         norm = self.vector(f"{name}{_INPUT_NORM}.weight", shape.hidden)
         return LayerInput(gate, out, norm, shape.eps, ACTIVATIONS[shape.activation])
 
+    def _streams(self, sizes: StreamSizes) -> Streams[Linear]:
+        """What begins and ends the streams of states."""
+        hidden, others = self._shape.hidden, range(sizes.count - 1)
+        spread, gather = ([f"{self._root}{name}.{number}.weight" for number in others] for name in (_SPREAD, _GATHER))
+        return Streams(self.pack(dict.fromkeys(spread, hidden), hidden, "matrix"),
+                       tuple(self.pack({name: hidden}, hidden, "matrix") for name in gather))
+
+    def _alternating(self, layer: Layer, name: str, sizes: StreamSizes) -> None:
+        """What a layer does with the streams, and what stands beside its attention."""
+        hidden, count, eps = self._shape.hidden, sizes.count, self._shape.eps
+        layer.alternating = Alternating(
+            self.vector(name + _ROUTER, count, hidden), self.vector(name + _ROUTER_NORM, hidden),
+            self.vector(name + _PREDICT, count**2, count), self.vector(name + _CORRECT, count, count),
+            self.vector(name + _ACTIVE_SCALE, hidden) if sizes.scaled else None, sizes.active, eps)
+        left = self.pack({f"{name}{_LEFT}.weight": sizes.rank}, hidden, "matrix")
+        right = self.pack({f"{name}{_RIGHT}.weight": hidden}, sizes.rank, "matrix")
+        layer.beside = LowRank(left, right, self.vector(name + _RIGHT_NORM, hidden), eps)
+
     def layer(self, index: int) -> Layer:
         """Pack layer `index`."""
         kind, name = self._shape.kind(index), f"{self._root}{self._shape.names.layers}.{index}."
@@ -463,6 +521,12 @@ class Packer:
             layer.input = self._input(name)
         if self._shape.layer_scales:
             layer.scale = self.vector(name + _LAYER_SCALE, 1).item()
+        if self._shape.streams is not None:
+            self._alternating(layer, name, self._shape.streams)
+        if self._shape.mlp_scales:
+            layer.mlp_scale = self._shape.mlp_scales[index]
+        if self._shape.cutoffs:
+            layer.cutoff = self._shape.cutoffs[index]
         layer.attention_norm = self._norm(name, kind.norms.attention)
         layer.mlp_norm = self._norm(name, kind.norms.mlp)
         layer.attention_norm_bias = self._norm_bias(name, kind.norms.attention)
@@ -497,6 +561,8 @@ class Packer:
         whole = self._optional(f"{name}{shape.names.qkv}.bias", sum(qkv.values()))
         layer.qkv_bias = self._joined_bias(qkv, bare=apart) if whole is None else whole
         layer.out_bias = self._optional(f"{name}{shape.names.out}.bias", shape.hidden)
+        if shape.sub_norms:
+            layer.out_sub_norm = self.vector(name + _ATTENTION_SUB_NORM, query)
         if shape.sinks:
             layer.sinks = self.vector(name + _SINKS, shape.heads)
 
@@ -549,6 +615,15 @@ class Packer:
         layer.down = self.pack({f"{name}{names.down}.weight": hidden}, ffn, "matrix")
         layer.gate_up_bias = self._joined_bias(gate_up)
         layer.down_bias = self._optional(f"{name}{names.down}.bias", hidden)
+        if self._shape.sub_norms:
+            layer.down_sub_norm = self.vector(name + _MLP_SUB_NORM, ffn)
+        if self._shape.activation == "xielu":
+            above, below, slope, eps = (self._number(name + part) for part in _CURVE)
+            layer.curve = Xielu(softplus(above).item(), (slope + softplus(below)).item(), slope.item(), eps.item())
+
+    def _number(self, name: str) -> Tensor:
+        """A tensor of one number, in whatever shape a checkpoint has it."""
+        return self.vector(name, *([1] * self._source[name].dim() if self._source.has(name) else [])).view(())
 
     def _experts(self, layer: str, shape: ExpertShape, beside: bool) -> Mixture[Linear]:
         """The experts of a layer; the gate of the MLP beside them is a further row of the router."""

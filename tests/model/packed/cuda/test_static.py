@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compil
 
 LAYERS = 3
 QUICK = ("llama",)
-OTHER = ("arcee", "ministral3", "minicpm3", "youtu")
+OTHER = ("apertus", "arcee", "bitnet", "ministral3", "minicpm3", "youtu")
 """Families with another block than the one that runs in pieces."""
 FULL = DepthPlan.full(LAYERS)
 SHALLOW = DepthPlan.whole_layers([NEVER, 2, NEVER])

@@ -24,6 +24,7 @@ from shoal.model.packed.native.library import (
     MAX_EXPERTS,
     MAX_HEAD_DIM,
     MAX_NODES,
+    MAX_STREAMS,
     MAX_TOKENS,
     available,
     vector_set,
@@ -47,8 +48,8 @@ from shoal.model.packed.native.weights import (
 
 __all__ = [
     "ATTENTION", "Arena", "ChainWish", "Foreseen", "Foresight", "KVBinding", "Kind", "LANES", "MAX_EXPERTS",
-    "MAX_HEAD_DIM", "MAX_NODES", "MAX_TOKENS", "MLP", "Memory", "NativeBatch", "NativeChain", "NativeModel", "OWN",
-    "OwnSlots", "PackedWeight", "Path", "STORE", "SlotChoice", "SlotLabels", "as_packed", "available",
-    "chain_ancestors", "kind_of_type", "layout_version", "matmul", "pack", "pack_blocks", "packed_bytes", "scatter",
-    "share_inputs", "vector_set", "why_not",
+    "MAX_HEAD_DIM", "MAX_NODES", "MAX_STREAMS", "MAX_TOKENS", "MLP", "Memory", "NativeBatch", "NativeChain",
+    "NativeModel", "OWN", "OwnSlots", "PackedWeight", "Path", "STORE", "SlotChoice", "SlotLabels", "as_packed",
+    "available", "chain_ancestors", "kind_of_type", "layout_version", "matmul", "pack", "pack_blocks", "packed_bytes",
+    "scatter", "share_inputs", "vector_set", "why_not",
 ]

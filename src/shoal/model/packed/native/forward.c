@@ -2,6 +2,7 @@
 #include <omp.h>
 #include <time.h>
 
+#include "alternating.h"
 #include "chain.h"
 #include "experts.h"
 #include "gated_memory.h"
@@ -12,6 +13,9 @@
 #include "recurrence.h"
 #include "squares.h"
 
+/* Numbers of a token's states between layers. */
+INLINE int64_t states_line(const ShoalModel *m) { return (int64_t)m->hidden * max_int(1, m->streams); }
+
 static void embed(const Worker *w) {
     const Run *r = w->run;
     const ShoalModel *m = r->m;
@@ -21,7 +25,7 @@ static void embed(const Worker *w) {
         const int64_t row = (int64_t)r->b->ids[t] * m->hidden;
         for (int k = m->hidden; w->id == 0 && k < r->x_line; k++) x[k] = 0;
         if (r->b->vectors) {
-            memcpy(x + first, r->b->vectors + (int64_t)t * m->hidden + first, 4ll * (last - first));
+            memcpy(x + first, r->b->vectors + t * states_line(m) + first, 4ll * (last - first));
             continue;
         }
         if (!m->embedding) lookup(&m->table, r->b->ids[t], first, last, x);
@@ -51,8 +55,10 @@ static void copy_states(const Worker *w, int entry) {
     const int hidden = r->m->hidden, first = share(hidden, w->id, w->threads), last = share(hidden, w->id + 1, w->threads);
     const int place = r->b->taps ? r->b->tapped[entry] : -1;
     if (place < 0) return;
-    float *to = r->b->taps + (int64_t)place * r->b->tokens * hidden;
-    for (int t = 0; t < r->b->tokens; t++, to += hidden) memcpy(to + first, r->x + t * r->x_line + first, 4ll * (last - first));
+    float *to = r->b->taps + place * r->b->tokens * states_line(r->m);
+    const int streams = max_int(1, r->m->streams);
+    for (int t = 0; t < r->b->tokens * streams; t++, to += hidden)
+        memcpy(to + first, (r->m->streams ? r->streams : r->x) + t * r->x_line + first, 4ll * (last - first));
 }
 
 static void run_head(Worker *w) {
@@ -60,6 +66,7 @@ static void run_head(Worker *w) {
     const ShoalModel *m = r->m;
     Chosen c = {.count = r->b->wanted_count};
     for (int i = 0; i < c.count; i++) c.token[i] = r->b->wanted[i];
+    if (m->streams) end_streams(w, &c);
     if (finds_likeliest(r)) {
         run_likeliest(w, &c);
         return;
@@ -124,6 +131,12 @@ static int64_t lay_out(Run *r, char *memory, int threads) {
     r->own = at, at += tokens * r->own_line;
     r->apart = at;
     if (m->apart) at += tokens * r->x_line;
+    r->streams = at, at += tokens * m->streams * r->x_line;
+    r->predicted = at, at += tokens * m->streams * r->x_line;
+    r->beside = at;
+    if (m->streams) at += tokens * r->x_line;
+    r->ups = at;
+    if (m->cuts) at += tokens * r->hidden_line;
     r->qkv = at, at += tokens * r->qkv_line;
     r->attended = at, at += round_up(tokens * m->heads * m->head_dim, LANES);
     r->raw_line = round_up(m->raw, LANES), r->wide_line = round_up(m->wide, LANES);
@@ -172,13 +185,19 @@ static void run_layers(Worker *w) {
         const ShoalLayer *layer = m->layers + w->run->b->layers[entry];
         copy_states(w, entry);
         if (m->parallel) hold_states(w);
+        if (m->streams) {
+            predict_streams(w, entry);
+            begin_beside(w, entry);
+        }
         if (m->keeps) renew_states(w, entry, RUN_ATTENTION, layer->input_norm, m->kept[layer->recurrence != NULL]);
         if (layer->recurrence) project(w, entry);
         if (layer->memory_unit) run_memory_unit(w, entry);
         else if (layer->o.rows) run_attention(w, entry);
         if (layer->recurrence) run_recurrence(w, entry);
+        if (m->streams) join_beside(w, entry);
         if (m->keeps) renew_states(w, entry, RUN_MLP, layer->post_norm, m->kept[2]);
         if (layer->down.rows || layer->experts) run_mlp(w, entry);
+        if (m->streams) correct_streams(w, entry);
         if (layer->input_gate.rows) run_layer_input(w, entry);
     }
     copy_states(w, w->run->b->active_count);
@@ -190,6 +209,7 @@ static void run_tokens(Worker *w) {
     meet(&w->run->team, w->id);
     if (w->run->m->embedding_norm && !w->run->b->vectors) norm_embeddings(w);
     if (w->run->m->layer_input) make_layer_inputs(w);
+    if (w->run->m->streams) begin_streams(w);
     run_layers(w);
 }
 
@@ -308,7 +328,8 @@ void shoal_matmul(const ShoalWeight *w, const float *x, int tokens, float *out, 
 }
 
 /* Sizes of the structures, for the test that compares them with their mirrors in Python. */
-void shoal_sizes(int64_t sizes[12]) {
+void shoal_sizes(int64_t sizes[13]) {
+    sizes[12] = sizeof(ShoalAlternation);
     sizes[11] = sizeof(ShoalForesight);
     sizes[10] = sizeof(ShoalLatent);
     sizes[9] = sizeof(ShoalExperts);

@@ -221,6 +221,7 @@ typedef struct {
     int ffn;
     int64_t first, line;
     float limit, alpha; /* of a clamped unit, see ShoalExperts */
+    const float *curve; /* of a layer, see there; or NULL */
     const float *factors; /* of what each line reads; or NULL */
 } Neurons;
 
@@ -239,6 +240,13 @@ INLINE Vf activated(int activation, Vf x) {
     return activation == ACTIVATION_RELU ? above : vf_mul(above, above);
 }
 
+/* xIELU; shoal/model/layers/xielu.py has the formula and the source. Between eps and 0 the exponential less x is that of eps, too. */
+INLINE Vf xielu(const float *curve, Vf x) {
+    const Vf above = vf_max(x, vf_zero()), low = vf_min(x, vf_all(curve[3])), half = tanh_ps(vf_mul(low, vf_all(0.5f)));
+    const Vf less = vf_sub(vf_div(vf_add(half, half), vf_sub(vf_all(1.0f), half)), low); /* e^x - 1 - x, without cancellation */
+    return vf_fma(vf_mul(above, above), vf_all(curve[0]), vf_fma(less, vf_all(curve[1]), vf_mul(x, vf_all(curve[2]))));
+}
+
 /* Of an MLP without a gate. */
 static void finish_plain(const Worker *w, const Chosen *c, const float *bias, int block, int count, void *to) {
     const Run *r = w->run;
@@ -247,7 +255,8 @@ static void finish_plain(const Worker *w, const Chosen *c, const float *bias, in
         for (int b = 0; b < count; b++) {
             const int row = (block + b) * LANES;
             const Vf up = result(w, c, bias, row, at.ffn, b, i);
-            vf_store(r->hidden + at.first + c->token[i] * at.line + row, activated(r->m->activation, up));
+            const Vf out = at.curve ? xielu(at.curve, up) : activated(r->m->activation, up);
+            vf_store(r->hidden + at.first + c->token[i] * at.line + row, out);
         }
 }
 
@@ -265,6 +274,50 @@ static void finish_gated(const Worker *w, const Chosen *c, const float *bias, in
             const Vf out = at.limit > 0 ? clamped_unit(&at, gate, up) : vf_mul(activated(r->m->activation, gate), up);
             vf_store(hidden + c->token[i] * at.line + row, out);
         }
+}
+
+/* Gates and ups as they are, where gates are to be cut off. */
+static void finish_sides(const Worker *w, const Chosen *c, const float *bias, int block, int count, void *to) {
+    const Run *r = w->run;
+    const int ffn = *(const int *)to;
+    for (int i = 0; i < c->count; i++)
+        for (int b = 0; b < count; b += 2) {
+            const int64_t row = (block + b) / 2 * LANES, at = c->token[i] * r->hidden_line + row;
+            vf_store(r->hidden + at, vf_mul(result(w, c, bias, (int)row, ffn, b, i), vf_all(r->m->gate_scale)));
+            vf_store(r->ups + at, result(w, c, bias ? bias + ffn : NULL, (int)row, ffn, b + 1, i));
+        }
+}
+
+/* Their mean plus so many standard deviations. */
+static float cutoff_of(const float *gates, int count, float deviations) {
+    Vf sum = vf_zero(), squares = vf_zero();
+    for (int k = 0; k < count; k += LANES) sum = vf_add(sum, vf_load_some(head_mask(count - k), gates + k));
+    const float mean = vf_sum(sum) / (float)count;
+    float means[LANES] ALIGNED;
+    vf_store(means, vf_all(mean));
+    for (int k = 0; k < count; k += LANES) {
+        const Mask mask = head_mask(count - k); /* beyond the last gate there is nothing to be off */
+        const Vf off = vf_sub(vf_load_some(mask, gates + k), vf_load_some(mask, means));
+        squares = vf_fma(off, off, squares);
+    }
+    return mean + sqrtf(vf_sum(squares) / (float)count) * deviations;
+}
+
+/* Activations of gates less where they are cut off, times the ups, in their place. Of few tokens each thread has some neurons. */
+static void cut_gates(Worker *w, const ShoalLayer *layer, const Chosen *c) {
+    const Run *r = w->run;
+    const int ffn = layer->down.cols, blocks = (ffn + LANES - 1) / LANES, whole = c->count >= TOGETHER;
+    const int from = whole ? 0 : share(blocks, w->id, w->threads) * LANES, to = whole ? blocks * LANES : share(blocks, w->id + 1, w->threads) * LANES;
+    for (int i = whole ? share(c->count, w->id, w->threads) : 0, last = whole ? share(c->count, w->id + 1, w->threads) : c->count; i < last; i++) {
+        const float *gates = r->hidden + c->token[i] * r->hidden_line;
+        float *ups = r->ups + c->token[i] * r->hidden_line;
+        const Vf cut = vf_all(cutoff_of(gates, ffn, layer->cutoff));
+        for (int k = from; k < to; k += LANES) {
+            const Vf gate = vf_max(vf_sub(vf_load(gates + k), cut), vf_zero());
+            vf_store(ups + k, vf_mul(activated(r->m->activation, gate), vf_load(ups + k)));
+        }
+    }
+    meet(&w->run->team, w->id);
 }
 
 static void finish_logits(const Worker *w, const Chosen *c, const float *bias, int block, int count, void *to) {
@@ -364,7 +417,7 @@ static void run_attention(Worker *w, int entry) {
     if (r->b->choices) choose_slots(w, entry, &c, CHOOSES);
     meet(&r->team, w->id);
     if (r->b->choices && w->id == 0) note_choices(r, entry, &c); /* nobody reads the choice before the next layer */
-    Lines mixed = {.x = r->attended, .step = (int64_t)r->m->heads * query_dim(r->m, layer), .count = c.count};
+    Lines mixed = {.x = r->attended, .norm = {layer->out_sub_norm, NULL}, .step = (int64_t)r->m->heads * query_dim(r->m, layer), .count = c.count};
     if (layer->latent) {
         open_latent(w, layer, &c);
         mixed.x = r->opened, mixed.step = r->m->opened;
@@ -382,12 +435,21 @@ static void run_experts(Worker *w, int entry);
 static void open_whole(Worker *w, const ShoalLayer *layer, const Chosen *c) {
     const Run *r = w->run;
     prepare_together(w, layer->gate_up, lines_read(r, norm_after(layer), c->token, c->count));
-    Neurons all = {.ffn = layer->down.cols, .line = r->hidden_line};
+    Neurons all = {.ffn = layer->down.cols, .line = r->hidden_line, .curve = layer->curve};
+    if (layer->cuts) {
+        if (layer->gate_up->paired) multiply_all(w, layer->gate_up, c, layer->gate_up_bias, finish_sides, &all.ffn);
+        else multiply_both(w, layer->gate_up, c, layer->gate_up_bias, finish_sides, &all.ffn);
+        meet(&w->run->team, w->id);
+        cut_gates(w, layer, c);
+        prepare_together(w, &layer->down, (Lines){.x = r->ups, .step = r->hidden_line, .tokens = c->token, .count = c->count});
+        return;
+    }
     if (layer->gate_up->paired) multiply_all(w, layer->gate_up, c, layer->gate_up_bias, finish_gated, &all);
     else if (!layer->gate_up[1].rows) multiply_all(w, layer->gate_up, c, layer->gate_up_bias, finish_plain, &all);
     else multiply_both(w, layer->gate_up, c, layer->gate_up_bias, finish_gated, &all);
     meet(&w->run->team, w->id);
-    prepare_together(w, &layer->down, (Lines){.x = r->hidden, .step = r->hidden_line, .tokens = c->token, .count = c->count});
+    prepare_together(w, &layer->down, (Lines){.x = r->hidden, .norm = {layer->down_sub_norm, NULL}, .step = r->hidden_line,
+                                              .tokens = c->token, .count = c->count});
 }
 
 /* The whole MLP of a layer. */
@@ -400,7 +462,7 @@ static void run_mlp(Worker *w, int entry) {
     Run *r = w->run;
     const ShoalLayer *layer = r->m->layers + r->b->layers[entry];
     const Chosen c = choose_group(r->b, entry, WHOLE);
-    w->scale = r->m->residual_scale * r->m->out_scales[2];
+    w->scale = r->m->residual_scale * r->m->out_scales[2] * layer->mlp_scale;
     w->after = layer->input_gate.rows ? 1 : layer->scale;
     if (layer->experts) run_experts(w, entry);
     else {

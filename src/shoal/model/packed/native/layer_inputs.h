@@ -2,19 +2,18 @@
 #ifndef SHOAL_LAYER_INPUTS_H
 #define SHOAL_LAYER_INPUTS_H
 
-#include "layer.h"
+#include "alternating.h"
 #include "lookup.h"
-
-#define INPUT_MIX 0.70710678118654752f /* factor of the sum of a token's own part and the projected one */
 
 /* One layer's input of a token, in the place of its projected part. */
 static void finish_layer_input(const Worker *w, int token, int layer, float *x) {
     const Run *r = w->run;
     const ShoalModel *m = r->m;
     const int size = m->layer_input, first = layer * size;
-    const Vf shrink = vf_all(1.0f / sqrtf((float)m->hidden)), grow = vf_all(sqrtf((float)size)), mix = vf_all(INPUT_MIX);
+    const Vf shrink = vf_all(1.0f / sqrtf((float)m->hidden)), grow = vf_all(sqrtf((float)size)), mix = vf_all(HALVED);
     float *const line = w->line; /* a row of the table, from its number `first` on */
-    lookup(&m->input_table, r->b->ids[token], first, first + size, (float *)((uintptr_t)line - sizeof(float) * first));
+    const int id = r->b->ids[token] < m->input_table.rows ? r->b->ids[token] : 0; /* others stand for images and sound */
+    lookup(&m->input_table, id, first, first + size, (float *)((uintptr_t)line - sizeof(float) * first));
     for (int k = 0; k < size; k += LANES) {
         const Mask mask = head_mask(size - k);
         vf_store_some(x + k, mask, vf_mul(vf_load_some(mask, x + k), shrink));
@@ -68,12 +67,18 @@ static void run_layer_input(Worker *w, int entry) {
     const ShoalLayer *layer = r->m->layers + number;
     const Chosen c = choose(r->b, entry, RUN_MLP);
     if (!c.count) return;
-    prepare_together(w, &layer->input_gate, (Lines){.x = r->x, .step = r->x_line, .tokens = c.token, .count = c.count});
+    Lines read = {.x = r->x, .step = r->x_line, .tokens = c.token, .count = c.count};
+    if (layer->alternation) read.x = r->qkv, read.step = r->qkv_line;
+    prepare_together(w, &layer->input_gate, read);
     multiply_all(w, &layer->input_gate, &c, NULL, finish_input_gate, r->own + (int64_t)number * r->m->layer_input);
     meet(&r->team, w->id);
     w->scale = 1, w->after = layer->scale;
     prepare_together(w, &layer->input_out, (Lines){.x = r->hidden, .step = r->hidden_line, .tokens = c.token, .count = c.count});
-    multiply_into_states(w, &layer->input_out, &c, NULL, layer->input_out_norm);
+    if (layer->alternation) {
+        multiply_all(w, &layer->input_out, &c, NULL, finish_aside, NULL);
+        meet(&r->team, w->id);
+        add_to_streams(w, &c, layer->input_out_norm);
+    } else multiply_into_states(w, &layer->input_out, &c, NULL, layer->input_out_norm);
     w->after = 1;
 }
 

@@ -15,7 +15,7 @@ KINDS = (
     "fp32", "bf16", "fp16", "int8", "int4", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "upper", "rough",
     "iq4_nl", "mxfp4", "q4_k", "q5_k", "q6_k", "q2_k", "q3_k", "iq2", "iq1", "iq4_xs", "iq3_s", "iq3_xxs",
 )
-ACTIVATIONS = ("silu", "gelu_tanh", "relu2", "gelu", "relu")
+ACTIVATIONS = ("silu", "gelu_tanh", "relu2", "gelu", "relu", "xielu")
 MAX_TOKENS, MAX_NODES = 256, 64
 LANES = 16
 PANEL_ROWS = 4 * LANES
@@ -24,6 +24,7 @@ MAX_THREADS = 64
 MAX_HEAD_DIM = 640
 MOST_TAPS, MOST_KEYS = 8, 256
 MAX_EXPERTS = 1024
+MAX_STREAMS = 8
 ROOM_BESIDE = 256
 _log = logging.getLogger(__name__)
 
@@ -71,6 +72,13 @@ class LatentStruct(ctypes.Structure):
                 ("rotated", c_int32), ("plain", c_int32), ("gated", c_int32), ("eps", c_float)]
 
 
+class AlternationStruct(ctypes.Structure):
+    """What a layer does with several streams of states."""
+
+    _fields_ = [("left", Weight), ("right", Weight), ("right_norm", c_void_p), ("router", c_void_p),
+                ("predict", c_void_p), ("correct", c_void_p), ("scale", c_void_p)]
+
+
 class LayerStruct(ctypes.Structure):
     """A decoder layer; a null pointer stands for an absent part."""
 
@@ -87,7 +95,9 @@ class LayerStruct(ctypes.Structure):
         ("value_norm", c_int32), ("chunked", c_int32), ("warm_share", c_float), ("warm_step", c_float),
         ("warm_first", c_float),
         ("keys_are_values", c_int32), ("scale", c_float), ("input_gate", Weight),
-        ("input_out", Weight), ("input_out_norm", c_void_p),
+        ("input_out", Weight), ("input_out_norm", c_void_p), ("alternation", POINTER(AlternationStruct)),
+        ("cuts", c_int32), ("cutoff", c_float), ("curve", c_void_p), ("out_sub_norm", c_void_p),
+        ("down_sub_norm", c_void_p), ("mlp_scale", c_float),
     ]
 
 
@@ -116,8 +126,10 @@ class Model(ctypes.Structure):
         ("positions", c_void_p), ("embedding_norm", c_void_p), ("embedding_norm_bias", c_void_p),
         ("position_count", c_int32), ("parallel", c_int32), ("rotates_first", c_int32), ("slopes", c_void_p),
         ("qkv_limit", c_float),
-        ("layer_input", c_int32), ("apart", c_int32), ("input_table", Weight), ("input_project", Weight),
-        ("input_norm", c_void_p), ("foresight", POINTER(ForesightStruct)),
+        ("layer_input", c_int32), ("streams", c_int32), ("active_stream", c_int32), ("cuts", c_int32),
+        ("apart", c_int32), ("input_table", Weight), ("input_project", Weight),
+        ("input_norm", c_void_p), ("spread", Weight), ("gather", POINTER(Weight)),
+        ("foresight", POINTER(ForesightStruct)),
     ]
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shoal.model.experts import ExpertMLPs
 from shoal.model.kv.chunk import Chunk
+from shoal.model.layers.alternating import Alternating, LowRank, Streams
 from shoal.model.layers.experts import Mixture
 from shoal.model.layers.gated_delta import GatedDelta
 from shoal.model.layers.gated_memory import GatedMemory
@@ -32,10 +33,12 @@ from shoal.model.packed.native.library import (
     LANES,
     MAX_EXPERTS,
     MAX_HEAD_DIM,
+    MAX_STREAMS,
     MAX_THREADS,
     NO_ROOM,
     REFUSED,
     SELECT,
+    AlternationStruct,
     BatchStruct,
     ExpertsStruct,
     LatentStruct,
@@ -49,7 +52,7 @@ from shoal.model.packed.native.recurrence import NativeRecurrence
 from shoal.model.packed.native.spans import Spans
 from shoal.model.packed.native.threads import MACHINE
 from shoal.model.packed.native.weights import PackedWeight, as_packed, share_inputs
-from shoal.model.packed.shape import Shape
+from shoal.model.packed.shape import Shape, StreamSizes
 from shoal.model.packed.weights import Layer, Weights
 
 _SIZES = ("hidden", "heads", "kv_heads", "head_dim", "rotary_dim", "vocab", "eps", "attention_scale", "residual_scale",
@@ -220,7 +223,7 @@ class NativeModel:
             batch: the tokens.
             kv: the cache.
             threads: number of threads; None for as many as torch uses, or fewer if the machine is busy.
-            taps: float32 [n, tokens, hidden], filled with the states that enter some of the running layers, or those
+            taps: float32 [n, tokens, line], filled with the states that enter some of the running layers, or those
                 after them.
             tapped: which ones, [n] ascending, by their places in the batch's layers; None for the last n of all.
             choose: called for each running layer, once its keys are in the cache, with its number in `batch.layers` and
@@ -228,7 +231,7 @@ class NativeModel:
                 each token the slots that it reads, int32 [kv_heads or heads, any number], ascending, -1s first, or
                 None for all that it sees. It must not run a forward of this model. What it raises is raised here.
             choices: instead of `choose`, how the library chooses for each token; None for all that it sees.
-            vectors: float32 [tokens, hidden], inputs of the first layer; None for the embeddings of the batch's ids.
+            vectors: float32 [tokens, line], inputs of the first layer; None for the embeddings of the batch's ids.
             argmax: int32 [wanted], filled with the id of each wanted token's largest logit, the lowest of equals. No
                 logits are returned then, and where `bounds` is true, part of the head may not be read.
             experts: MLPs in groups, and each token's groups as `ExpertMLPs.put_into` takes them; None for whole MLPs.
@@ -247,7 +250,7 @@ class NativeModel:
         if taps is not None:
             self._put_taps(struct, taps, tapped)
         if vectors is not None:
-            struct.vectors = address("vectors", vectors, (struct.tokens, self.shape.hidden))
+            struct.vectors = address("vectors", vectors, (struct.tokens, self.shape.line))
         if beside is not None:
             struct.beside = address("beside", beside, (struct.tokens, self.shape.qkv_rows_of(0)))
         if experts is not None:
@@ -270,7 +273,7 @@ class NativeModel:
         for place, entry in enumerate(tapped):
             places[entry] = place
         struct.tap_count, struct.tapped, struct.told = len(tapped), places.buffer_info()[0], places
-        struct.taps = address("taps", taps, (struct.tap_count, struct.tokens, self.shape.hidden))
+        struct.taps = address("taps", taps, (struct.tap_count, struct.tokens, self.shape.line))
 
     def run(
         self, struct: BatchStruct, argmax: array[int] | None = None, threads: int | None = None,
@@ -411,6 +414,7 @@ class NativeModel:
         if shape.warmth is not None and shape.warms(index):
             struct.warm_share, struct.warm_step, struct.warm_first = shape.warmth
         struct.value_norm, struct.keys_are_values, struct.scale = shape.value_norms, not sizes.own_values, layer.scale
+        struct.mlp_scale = layer.mlp_scale
         struct.reads = 0 if source is None else source + 1
         if layer.latent is not None:
             latent = layer.latent.sizes
@@ -436,6 +440,7 @@ class NativeModel:
                                  "down_bias", "attention_norm_bias", "mlp_norm_bias"), hidden)
         lengths |= {"q_norm": query if wide else sizes.head_dim, "k_norm": kv if wide else sizes.head_dim,
                     "q_norm_bias": query, "k_norm_bias": kv,
+                    "out_sub_norm": query, "down_sub_norm": ffn,
                     "qkv_bias": qkv, "gate_up_bias": (2 if kind.gated_mlp else 1) * ffn, "sinks": shape.heads}
         for name, length in lengths.items():
             setattr(struct, name, self._vector(name, vars(layer)[name], length))
@@ -447,6 +452,13 @@ class NativeModel:
             struct.input_gate = self._matrix("the gate of inputs", layer.input.gate, shape.layer_input, hidden)
             struct.input_out = self._matrix("the matrix of inputs", layer.input.out, hidden, shape.layer_input)
             struct.input_out_norm = self._vector("the norm of inputs", layer.input.norm, hidden)
+        if layer.alternating is not None and layer.beside is not None:
+            struct.alternation = ctypes.pointer(self._alternation(layer.alternating, layer.beside))
+        if layer.curve is not None:
+            numbers = torch.tensor([layer.curve.above, layer.curve.below, layer.curve.slope, layer.curve.eps])
+            struct.curve = self._vector("the numbers of the activation", numbers, 4)
+        if layer.cutoff is not None:
+            struct.cuts, struct.cutoff = 1, layer.cutoff
         if layer.memory_unit is not None and source is not None:
             self._memory_unit(struct, layer.memory_unit, source)
         bare = kind.norms.attention is kind.norms.attention_out is None  # as the layers of some draft heads
@@ -468,6 +480,20 @@ class NativeModel:
         struct.out = self._matrix("out", out.matrix, hidden, rows)
         struct.qkv_bias = self._vector("the bias of into", into.bias, rows)
         struct.out_bias = self._vector("the bias of out", out.bias, hidden)
+
+    def _alternation(self, own: Alternating, beside: LowRank[Linear]) -> AlternationStruct:
+        """What a layer does with several streams of states."""
+        hidden, count, rank = self.shape.hidden, len(own.router), beside.left.rows
+        struct = AlternationStruct()
+        struct.left = self._matrix("the first matrix of low rank", beside.left, rank, hidden)
+        struct.right = self._matrix("the second matrix of low rank", beside.right, hidden, rank)
+        struct.right_norm = self._vector("the norm beside attention", beside.norm, hidden)
+        router = (own.router.double() * own.norm.double() / hidden).float().flatten()
+        struct.router = self._vector("the router of streams", router, count * hidden)
+        struct.predict = self._vector("the map of predictions", own.predict.flatten(), count**3)
+        struct.correct = self._vector("the map of corrections", own.correct.flatten(), count**2)
+        struct.scale = self._vector("the scale of a stream", own.scale, hidden)
+        return struct
 
     def _recurrence(self, mixer: Mixer) -> NativeRecurrence:
         """A layer's recurrence with its matrices."""
@@ -547,10 +573,14 @@ class NativeModel:
         self, weights: Weights, embedding: Tensor | PackedWeight | None, head_bias: Tensor | None
     ) -> Model:
         shape, struct = self.shape, Model(num_layers=self.num_layers, layers=self._structs)
-        struct.ffn, struct.layer_input = max(*shape.ffns, shape.layer_input), shape.layer_input
+        rank = 0 if shape.streams is None else shape.streams.rank
+        struct.ffn, struct.layer_input = max(*shape.ffns, shape.layer_input, rank), shape.layer_input
+        struct.cuts = bool(shape.cutoffs)
         struct.apart = any(layer.experts is not None and layer.experts.apart is not None for layer in weights.layers)
         if weights.inputs is not None:
             self._add_inputs(struct, weights.inputs)
+        if weights.streams is not None and shape.streams is not None:
+            self._add_streams(struct, weights.streams, shape.streams)
         for name in _SIZES:
             setattr(struct, name, getattr(shape, name))
         (struct.kv_heads, struct.head_dim), struct.differential = shape.keys, shape.differential
@@ -604,6 +634,17 @@ class NativeModel:
         struct.input_table = self._matrix("the table of inputs", table, table.rows, size)
         struct.input_project = self._matrix("the projection of inputs", inputs.project, size, self.shape.hidden)
         struct.input_norm = self._vector("the norm of projected inputs", inputs.norm, self.shape.layer_input)
+
+    def _add_streams(self, struct: Model, streams: Streams[Linear], sizes: StreamSizes) -> None:
+        """The matrices that begin and end several streams of states."""
+        hidden, others = self.shape.hidden, len(streams.gather)
+        if not 2 <= sizes.count <= MAX_STREAMS or not 0 <= sizes.active < sizes.count or others != sizes.count - 1:
+            raise ValueError(f"{sizes.count} streams of states, of which layers compute on number {sizes.active}; "
+                             f"there must be 2 to {MAX_STREAMS}, and it one of them")
+        struct.streams, struct.active_stream = sizes.count, sizes.active
+        struct.spread = self._matrix("the matrix of streams", streams.spread, others * hidden, hidden)
+        struct.gather = (Weight * others)(*(self._matrix("a stream's last matrix", one, hidden, hidden)
+                                            for one in streams.gather))
 
     def _stack(self, name: str, matrix: Linear, rows: int, columns: int) -> Array[Weight]:
         """The structs of up to three matrices, one above the other."""

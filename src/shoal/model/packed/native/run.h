@@ -54,6 +54,9 @@ typedef struct {
     int64_t scores_line;
     float *apart;    /* [tokens] lines like those of x, of the sum of an MLP and experts that stand apart from it */
     float *own;      /* [tokens][own_line], inputs of all layers */
+    float *streams, *predicted; /* [tokens][streams] lines like those of x, see alternating.h */
+    float *beside;   /* [tokens] lines like those of x, of what stands beside attention */
+    float *ups;      /* [tokens] lines like those of hidden, where gates are cut off */
     int64_t own_line;
     float *narrowed; /* [tokens] lines of what experts read in place of states */
     int64_t narrowed_line;

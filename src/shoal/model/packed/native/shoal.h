@@ -12,7 +12,7 @@ enum {
     KIND_IQ4_NL, KIND_MXFP4, KIND_Q4_K, KIND_Q5_K, KIND_Q6_K, KIND_Q2_K, KIND_Q3_K, KIND_IQ2, KIND_IQ1, KIND_IQ4_XS, KIND_IQ3_S, KIND_IQ3_XXS
 };
 enum { DTYPE_FP32, DTYPE_BF16, DTYPE_FP16 };
-enum { ACTIVATION_SILU, ACTIVATION_GELU_TANH, ACTIVATION_RELU2, ACTIVATION_GELU, ACTIVATION_RELU };
+enum { ACTIVATION_SILU, ACTIVATION_GELU_TANH, ACTIVATION_RELU2, ACTIVATION_GELU, ACTIVATION_RELU, ACTIVATION_XIELU };
 enum { RUN_ATTENTION = 1, RUN_MLP = 2, RUN_STORE = 4 }; /* RUN_STORE: of attention keys and values alone */
 
 #define LANES 16      /* output rows of a row block: the fp32 lanes of a vector register */
@@ -102,6 +102,17 @@ typedef struct {
     float eps;                /* of these norms */
 } ShoalLatent;
 
+/* What a layer does with several streams of states, and the residual connection of low rank beside its attention. */
+#define MAX_STREAMS 8
+#define HALVED 0.70710678118654752f /* factor of a sum of two parts */
+typedef struct {
+    ShoalWeight left, right; /* of the residual connection */
+    const float *right_norm; /* [hidden] */
+    const float *router;     /* [streams][hidden], with the weight of the norm before it, over hidden, in it */
+    const float *predict, *correct; /* [streams][streams][streams] and [streams][streams], the maps' rows first */
+    const float *scale;      /* [hidden], of the corrected stream where the layer's own input reads it; or NULL */
+} ShoalAlternation;
+
 typedef struct {
     ShoalWeight qkv[3];     /* one above the other; if their kinds are equal they are one matrix. Absent ones have no rows */
     ShoalWeight gate_up[2]; /* one paired matrix, or gate and up separately, or up alone, unpaired: an MLP without a gate */
@@ -132,6 +143,12 @@ typedef struct {
     float scale;            /* of the layer's outputs, states and all */
     ShoalWeight input_gate, input_out; /* of the layer's own input, see layer_inputs.h; or no rows */
     const float *input_out_norm;       /* [hidden] */
+    const ShoalAlternation *alternation; /* of a model with several streams; or NULL */
+    int32_t cuts;  /* whether the gates of its MLP are cut off: */
+    float cutoff;  /* how many standard deviations above their mean they must be */
+    const float *curve; /* of ACTIVATION_XIELU: shares above and below 0, slope, and eps */
+    const float *out_sub_norm, *down_sub_norm; /* of the inputs of o and down; or NULL */
+    float mlp_scale; /* further factor of what the feed-forward adds */
 } ShoalLayer;
 
 /* How pages of experts are asked for before they are read, see foresight.h, and what came of it. */
@@ -181,9 +198,13 @@ typedef struct {
     const float *slopes;   /* [heads]: what a slot's place less the query's is multiplied by and added to the score (ALiBi); or NULL */
     float qkv_limit;       /* the largest size of a number of q, k and v; 0: none */
     int32_t layer_input;   /* numbers of a token's input to each layer; 0: there is none */
+    int32_t streams, active_stream; /* of states between layers, and the one that layers compute on; 0: there is one */
+    int32_t cuts;          /* whether some layer's gates are cut off */
     int32_t apart;         /* whether some layer's experts read the states through norms of their own */
     ShoalWeight input_table, input_project; /* [tokens, num_layers layer_input] and [num_layers layer_input, hidden] */
     const float *input_norm;                /* [layer_input] */
+    ShoalWeight spread;        /* [(streams - 1) hidden, hidden], from embeddings to all streams but the first */
+    const ShoalWeight *gather; /* [streams - 1] of [hidden, hidden], applied to these at the end */
     ShoalForesight *foresight;              /* where the experts' file does not lie in memory; or NULL */
 } ShoalModel;
 
@@ -262,9 +283,9 @@ typedef struct {
     const int32_t *counts;         /* [tokens]; 0: all that it sees */
     const uint8_t *apart;          /* [tokens]; whether each of its query heads has slots of its own */
     ShoalChoice *choices;          /* [tokens], or NULL; not together with `select` */
-    float *taps;               /* [tap_count][tokens][hidden]: the states that enter some layers, and those after the last; or NULL */
+    float *taps;               /* [tap_count][tokens][hidden, or of all streams]: the states that enter some layers, and those after the last; or NULL */
     const int32_t *tapped;     /* [active_count + 1]: where those states go in taps, layer by layer, and those after them; -1: nowhere */
-    const float *vectors;      /* [tokens][hidden]: inputs of the first layer in place of embeddings; or NULL */
+    const float *vectors;      /* [tokens][hidden, or of all streams]: inputs of the first layer in place of embeddings; or NULL */
     const float *beside;       /* [tokens][rows of qkv]: added to queries, keys and values of a model of one layer; or NULL */
     const ShoalWeight *experts; /* [num_layers][expert_count][2]: groups of the MLPs' neurons, each a paired matrix and its down */
     const uint32_t *groups;     /* [active_count][tokens], bit g: the token runs group g; 0: the whole MLP. NULL: all do */
