@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -25,7 +25,7 @@ from shoal.model.kv.cache import KVCache
 from shoal.model.mtp import MtpLayer
 from shoal.model.packed import native
 from shoal.model.packed.build import build
-from shoal.model.packed.linear import Dense, Quant
+from shoal.model.packed.linear import Dense, Linear, Quant
 from shoal.model.packed.native_calls import LIMIT
 from shoal.model.packed.native_runner import NativeRunner
 from shoal.model.packed.runner import PackedRunner
@@ -40,15 +40,26 @@ Product = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class NativeProduct:
-    """The product x @ weight.T of float [n, columns] by the kernels, in float32."""
+class NativeProduct(Linear):
+    """The product x @ weight.T of float [n, columns] by the kernels, in float32, without unpacking the matrix."""
 
     held: native.PackedWeight
+    rows: int = field(init=False)
+    columns: int = field(init=False)
+    nbytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        sizes = {"rows": self.held.rows, "columns": self.held.columns, "nbytes": self.held.nbytes}
+        self.__dict__.update(sizes)  # frozen
 
     def __call__(self, x: Tensor) -> Tensor:
         """The product [n, rows]."""
         parts = [native.matmul(part, self.held) for part in x.float().split(native.MAX_TOKENS)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        """Rows of the matrix, float32 [n, columns]."""
+        return self.held.lookup(ids)
 
 
 def packed(target: ModelRunner, weight: Tensor) -> Product:
@@ -412,18 +423,23 @@ class CheckpointHead(LayerHead):
 
 
 def layer_beside(
-    target: ModelRunner, config: Any, source: Source, shaped: Callable[[Shape], Shape] | None = None
+    target: ModelRunner, config: Any, source: Source, shaped: Callable[[Shape], Shape] | None = None,
+    kernels: bool = True,
 ) -> PackedRunner:
-    """A model of few layers that works beside the target: in its dtype, or in 8 bits where it multiplies in 8 bits."""
+    """A model of few layers that works beside the target: in its dtype, or in 8 bits where it multiplies in 8 bits.
+
+    Without `kernels` it is for torch, and in the target's dtype.
+    """
     dtype = torch.float32 if target.dtype == torch.float16 else target.dtype
-    quant: Quant | None = "int8" if target.activation_dtype == torch.int8 else None
-    return build(config, source, dtype, target.device, quant, kernels=isinstance(target, NativeRunner), shaped=shaped)
+    quant: Quant | None = "int8" if kernels and target.activation_dtype == torch.int8 else None
+    return build(config, source, dtype, target.device, quant, kernels=kernels and isinstance(target, NativeRunner),
+                 shaped=shaped)
 
 
-def layers_of(target: ModelRunner, drafter: LayersCheckpoint) -> PackedRunner:
+def layers_of(target: ModelRunner, drafter: LayersCheckpoint, kernels: bool = True) -> PackedRunner:
     """The layers of a drafter of another tool, before its head or the target's; Unsupported if they do not run."""
     try:
-        layers = layer_beside(target, drafter.config, drafter.source(), drafter.shaped)
+        layers = layer_beside(target, drafter.config, drafter.source(), drafter.shaped, kernels)
     except Unsupported as reason:
         raise drafter.files.refusal(f"{reason.what}: {reason.why}") from None
     return layers if drafter.own_head else before_head_of(target, layers)
@@ -433,5 +449,7 @@ def before_head_of(target: ModelRunner, layer: PackedRunner) -> PackedRunner:
     """A layer whose outputs go through the target's head instead of its own."""
     every = range(target.vocab_size)
     head = target.weights.head if isinstance(target, PackedRunner) else Dense(target.head_rows(every).to(layer.dtype))
+    if isinstance(head, native.PackedWeight) and not isinstance(layer, NativeRunner):
+        head = NativeProduct(head)
     weights, shape = replace(layer.weights, embedding=head, head=head), replace(layer.shape, vocab=len(every))
     return type(layer)(shape, weights, layer.rotary, layer.dtype, layer.device)

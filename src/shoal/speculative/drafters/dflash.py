@@ -55,7 +55,8 @@ class DFlashHead:
         self.names, self.whole, self.vocabulary = drafter.names, drafter.whole, target.vocab_size
         self.ids = torch.tensor(self.names, device=target.device)
         mask, table = drafter.mask, drafter.table()
-        self._target, self._layers = target, layers_of(target, drafter)
+        # The kernels let no token see later ones, and torch would unpack their matrices for every block.
+        self._target, self._layers = target, layers_of(target, drafter, kernels=False)
         self._plan = DepthPlan.full(self._layers.num_layers)
         join, norm = drafter.join()
         self._join, self._norm = packed(target, join), norm.to(self._layers.weights.final_norm)

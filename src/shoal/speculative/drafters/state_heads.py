@@ -19,13 +19,14 @@ from shoal.decode.sequence import SequenceState
 from shoal.decode.tree import TokenTree
 from shoal.decode.worker import Drafter, Proposer
 from shoal.model.kv.cache import KVCache
+from shoal.model.packed.native import PackedWeight
 from shoal.model.packed.runner import PackedRunner
 from shoal.model.runner import HiddenStateHook, ModelRunner, SequenceChunk
 from shoal.speculative.choose import SequenceTree, extend
 from shoal.speculative.drafter_files import DrafterFiles
 from shoal.speculative.growth import Branching
 from shoal.speculative.hidden_states import HiddenStates
-from shoal.speculative.layer_head import Product, packed
+from shoal.speculative.layer_head import NativeProduct, Product, packed
 from shoal.speculative.state_drafter import choose_among
 
 
@@ -76,7 +77,8 @@ def check_sizes(files: DrafterFiles, target: ModelRunner, hidden: int, vocabular
 def head_of(target: ModelRunner) -> Product:
     """The product with the target's own head."""
     if isinstance(target, PackedRunner):
-        return lambda x: target.weights.head(x.to(target.dtype))
+        head = target.weights.head
+        return NativeProduct(head) if isinstance(head, PackedWeight) else lambda x: head(x.to(target.dtype))
     return packed(target, target.head_rows(range(target.vocab_size)))
 
 
