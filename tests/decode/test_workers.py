@@ -159,11 +159,17 @@ def test_a_part_of_a_tick_is_that_of_some_rows() -> None:
     assert [item[0] for item in report.guessed()] == [seqs[0], seqs[2]]
 
 
+class Alone:
+    """What workers read of a sequence."""
+
+    number, finish_reason = 0, None
+
+
 @pytest.mark.parametrize("part", [Goodput(), Width(), Cautious(CostModel(), 4)], ids=lambda part: type(part).__name__)
 def test_the_time_of_a_prompt_is_no_step_s(part: Any) -> None:
     worker = part.begin(SimpleNamespace(prefill_chunk=8), None)
     before = pickle.dumps((vars(worker).get("_found"), vars(worker).get("_target"), getattr(part, "judge", None)))
-    seqs: list[Any] = [SimpleNamespace(number=0)]
+    seqs: list[Any] = [Alone()]
     for reading in (True, False):
         if isinstance(worker, DraftLengthPolicy):
             worker.limits(seqs)
