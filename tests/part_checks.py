@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from backends import Backend
-from drive import decode, prompt
+from drive import Run, decode, prompt
 from eagle_part import ECHO, target
+from shoal.decode.tree import TokenTree
 from shoal.engine.engine import Engine
+from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.methods.base import Method
+from shoal.methods.best_of import BestOf
 from shoal.types import Sampling
 from watched import Watched
 
@@ -48,3 +51,32 @@ def check_tokens(
         forwards += sum(seq.ledger.target_forwards for seq in run.seqs)
     assert {*met} >= {*met_at_least}, met
     assert forwards < NEW * sum(map(len, BATCHES.values()))
+
+
+def check_trees(
+    run: Run, proposer: Watched, agrees: Callable[[list[int], TokenTree], bool], more_than: int = 4
+) -> None:
+    """There are so many trees, and each is what a reference guesses after a text that ends with the tree's root."""
+    seen = 0
+    for tree in proposer.trees:
+        texts = [seq.tokens[: end + 1] for seq in run.seqs for end in range(seq.prompt_length, len(seq.tokens))
+                 if seq.tokens[end] == tree.tokens[0]]
+        seen += any(agrees(text, tree) for text in texts)
+    assert seen == len(proposer.trees) > more_than
+
+
+def check_searches_and_turns(engine: Engine, method: Method) -> None:
+    """Forks of a sequence know nothing of its states, and a turn takes over what the turns before have stored."""
+    options = {"max_new_tokens": 20, "temperature": 1.0, "seed": 3, "logit_bias": ECHO}
+    plain, found = (engine.generate(BATCHES[4], method=one, **options) for one in (BestOf(3), BestOf(3, inner=method)))
+    assert [one.tokens for one in found] == [one.tokens for one in plain]
+    assert sum(one.stats.accepted for one in found) > 0
+    with Scheduler(engine, max_seqs=2) as scheduler:
+        for turn in range(1, 4):  # each prompt begins with what the one before has left
+            ids = prompt(30, 5)[: 10 * turn]
+            answers = []
+            for one in ("full", method):
+                handle = scheduler.submit(ids, method=one, max_new_tokens=16, logit_bias=ECHO)
+                list(handle)
+                answers.append(handle.results[0])
+            assert answers[0].tokens == answers[1].tokens and answers[1].stats.drafted > 0

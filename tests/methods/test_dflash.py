@@ -8,12 +8,10 @@ from backends import NATIVE, TORCH, Backend, on_one_backend
 from dflash_drafters import BLOCK_FORMS, block_drafter, of_block
 from drive import decode, prompt
 from eagle_part import ECHO
-from part_checks import BATCHES, check_tokens
+from part_checks import check_searches_and_turns, check_tokens, check_trees
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import DepthPlan
 from shoal.engine.engine import Engine
-from shoal.engine.scheduling.scheduler import Scheduler
-from shoal.methods.best_of import BestOf
 from shoal.methods.d3 import D3
 from shoal.methods.dflash import DFlash
 from shoal.speculative.drafters import dflash_checkpoint
@@ -53,12 +51,7 @@ def test_guesses_are_those_of_the_formulas(backend: Backend, name: str, form: st
     proposer = Watched(DFlashProposer(head, head.guesses))
     options = {"runner": runner, "new": 12, "sampling": Sampling(logit_bias=ECHO), "watch": False}
     run = decode(None, [prompt(40, 1), prompt(5, 2)], Recipe(DepthPlan.full(6), proposer), **options)
-    seen = 0
-    for tree in proposer.trees:
-        texts = [seq.tokens[: end + 1] for seq in run.seqs for end in range(seq.prompt_length, len(seq.tokens))
-                 if seq.tokens[end] == tree.tokens[0]]
-        seen += any(slow.guesses(text, ECHO)[: len(tree) - 1] == [*tree.tokens[1:]] for text in texts)
-    assert seen == len(proposer.trees) > 4
+    check_trees(run, proposer, lambda text, tree: slow.guesses(text, ECHO)[: len(tree) - 1] == [*tree.tokens[1:]])
 
 
 def test_unlikely_chains_end_early() -> None:
@@ -69,20 +62,7 @@ def test_unlikely_chains_end_early() -> None:
 
 
 def test_searches_and_turns_of_a_chat_guess_as_well() -> None:
-    engine, blocks = Engine(TORCH.runner("llama")), DFlash(part=block_drafter("dflash with windows"), stop=0.0)
-    options = {"max_new_tokens": 20, "temperature": 1.0, "seed": 3, "logit_bias": ECHO}
-    plain, found = (engine.generate(BATCHES[4], method=one, **options) for one in (BestOf(3), BestOf(3, inner=blocks)))
-    assert [one.tokens for one in found] == [one.tokens for one in plain]
-    assert sum(one.stats.accepted for one in found) > 0
-    with Scheduler(engine, max_seqs=2) as scheduler:
-        for turn in range(1, 4):  # each prompt begins with what the one before has left
-            ids = prompt(30, 5)[: 10 * turn]
-            answers = []
-            for one in ("full", blocks):
-                handle = scheduler.submit(ids, method=one, max_new_tokens=16, logit_bias=ECHO)
-                list(handle)
-                answers.append(handle.results[0])
-            assert answers[0].tokens == answers[1].tokens and answers[1].stats.drafted > 0
+    check_searches_and_turns(Engine(TORCH.runner("llama")), DFlash(part=block_drafter("dflash with windows"), stop=0.0))
 
 
 @pytest.mark.parametrize("options, told", [({"length": 0}, "length is 0"), ({"stop": 2.0}, "stop is 2.0")])

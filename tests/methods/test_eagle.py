@@ -7,12 +7,10 @@ import pytest
 from backends import HF, Backend, on_backends
 from drive import decode, prompt
 from eagle_part import ECHO, EagleReference, eagle_part, target
-from part_checks import BATCHES, check_tokens
+from part_checks import check_searches_and_turns, check_tokens, check_trees
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import DepthPlan
-from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.methods.base import Method
-from shoal.methods.best_of import BestOf
 from shoal.methods.d3 import D3
 from shoal.methods.eagle import Eagle
 from shoal.speculative import draft_head_file
@@ -49,21 +47,7 @@ def test_no_sample_changes(method: str, sampling: str) -> None:
 
 def test_branches_of_a_search_and_turns_of_a_chat_guess_as_well() -> None:
     """Forks of a sequence know nothing of its states, and a turn takes over what the turns before have stored."""
-    engine, layer = target("llama"), Eagle(eagle_part("llama"), stop=0.0)
-    options = {"max_new_tokens": 20, "temperature": 1.0, "seed": 3, "logit_bias": ECHO}
-    plain = engine.generate(BATCHES[4], method=BestOf(3), **options)
-    found = engine.generate(BATCHES[4], method=BestOf(3, inner=layer), **options)
-    assert [one.tokens for one in found] == [one.tokens for one in plain]
-    assert sum(one.stats.accepted for one in found) > 0
-    with Scheduler(engine, max_seqs=2) as scheduler:
-        for turn in range(1, 4):  # each prompt begins with what the one before has left
-            ids = prompt(30, 5)[: 10 * turn]
-            answers = []
-            for method in ("full", layer):
-                handle = scheduler.submit(ids, method=method, max_new_tokens=16, logit_bias=ECHO)
-                list(handle)
-                answers.append(handle.results[0])
-            assert answers[0].tokens == answers[1].tokens and answers[1].stats.drafted > 0
+    check_searches_and_turns(target("llama"), Eagle(eagle_part("llama"), stop=0.0))
 
 
 @pytest.mark.parametrize(("family", "shape"), [
@@ -78,9 +62,4 @@ def test_the_layer_guesses_what_transformers_would(family: str, shape: TreeShape
     recipe = Recipe(DepthPlan.full(6), proposer)
     ids = [prompt(70, 1), prompt(5, 2)]
     run = decode(None, ids, recipe, runner=HF.runner(family), new=12, sampling=Sampling(logit_bias=ECHO), watch=False)
-    seen = 0
-    for tree in proposer.trees:
-        texts = [seq.tokens[: end + 1] for seq in run.seqs for end in range(seq.prompt_length, len(seq.tokens))
-                 if seq.tokens[end] == tree.tokens[0]]
-        seen += any(slow.agrees(text, tree, ECHO, width) for text in texts)
-    assert seen == len(proposer.trees) > 4
+    check_trees(run, proposer, lambda text, tree: slow.agrees(text, tree, ECHO, width))

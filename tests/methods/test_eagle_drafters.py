@@ -8,13 +8,11 @@ from backends import NATIVE, TORCH, Backend, on_one_backend
 from drive import decode, prompt
 from eagle_drafters import FORMS, drafter, of_family
 from eagle_part import ECHO
-from part_checks import BATCHES, check_tokens
+from part_checks import check_searches_and_turns, check_tokens, check_trees
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import DepthPlan
 from shoal.engine.engine import Engine
-from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.methods.base import Method
-from shoal.methods.best_of import BestOf
 from shoal.methods.d3 import D3
 from shoal.methods.eagle import Eagle
 from shoal.speculative import eagle_checkpoint
@@ -62,26 +60,8 @@ def test_guesses_are_those_of_the_formulas(backend: Backend, name: str, shape: T
     proposer = Watched(LayerProposer(head, shape))
     options = {"runner": runner, "new": 12, "sampling": Sampling(logit_bias=ECHO), "watch": False}
     run = decode(None, [prompt(70, 1), prompt(5, 2)], Recipe(DepthPlan.full(6), proposer), **options)
-    seen = 0
-    for tree in proposer.trees:
-        texts = [seq.tokens[: end + 1] for seq in run.seqs for end in range(seq.prompt_length, len(seq.tokens))
-                 if seq.tokens[end] == tree.tokens[0]]
-        seen += any(slow.agrees(text, tree, ECHO, shape.width(0)) for text in texts)
-    assert seen == len(proposer.trees) > 4
+    check_trees(run, proposer, lambda text, tree: slow.agrees(text, tree, ECHO, shape.width(0)))
 
 
 def test_searches_and_turns_of_a_chat_guess_as_well() -> None:
-    engine, layer = Engine(TORCH.runner("llama")), Eagle(drafter("eagle3"), stop=0.0)
-    options = {"max_new_tokens": 20, "temperature": 1.0, "seed": 3, "logit_bias": ECHO}
-    plain, found = (engine.generate(BATCHES[4], method=one, **options) for one in (BestOf(3), BestOf(3, inner=layer)))
-    assert [one.tokens for one in found] == [one.tokens for one in plain]
-    assert sum(one.stats.accepted for one in found) > 0
-    with Scheduler(engine, max_seqs=2) as scheduler:
-        for turn in range(1, 4):  # each prompt begins with what the one before has left
-            ids = prompt(30, 5)[: 10 * turn]
-            answers = []
-            for one in ("full", layer):
-                handle = scheduler.submit(ids, method=one, max_new_tokens=16, logit_bias=ECHO)
-                list(handle)
-                answers.append(handle.results[0])
-            assert answers[0].tokens == answers[1].tokens and answers[1].stats.drafted > 0
+    check_searches_and_turns(Engine(TORCH.runner("llama")), Eagle(drafter("eagle3"), stop=0.0))

@@ -16,7 +16,7 @@ from eagle_part import ECHO
 from families import RECURRENT, tiny
 from gguf_fixtures import BESIDE, BESIDE_OF, FOLDER, FURTHER, HYBRIDS, MadeHybrid
 from mtp_layer import MtpReference, Style, mtp_beside, with_layer, write_in_8_bits, write_model
-from part_checks import BATCHES, SAMPLINGS
+from part_checks import BATCHES, SAMPLINGS, check_trees
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import DepthPlan
 from shoal.engine.engine import Engine
@@ -66,12 +66,7 @@ def check_guesses(slow: MtpReference, runner: ModelRunner, layer: LayerProposer)
     options = {"runner": runner, "new": 12, "sampling": Sampling(logit_bias=ECHO), "watch": False}
     recipe = Recipe(DepthPlan.full(runner.num_layers), proposer)
     run = decode(None, [prompt(70, 1), prompt(5, 2)], recipe, **options)
-    seen = 0
-    for tree in proposer.trees:
-        texts = [seq.tokens[: end + 1] for seq in run.seqs for end in range(seq.prompt_length, len(seq.tokens))
-                 if seq.tokens[end] == tree.tokens[0]]
-        seen += any(slow.agrees(text, tree, ECHO, 1) for text in texts)
-    assert seen == len(proposer.trees) > 4
+    check_trees(run, proposer, lambda text, tree: slow.agrees(text, tree, ECHO, 1))
 
 
 OF_QWEN = pytest.mark.skipif(not RECURRENT, reason="early transformers 5")

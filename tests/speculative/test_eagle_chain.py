@@ -12,6 +12,7 @@ import pytest
 from backends import NATIVE
 from drive import Run, decode, prompt
 from eagle_part import IDS, EagleReference, target, write_eagle
+from part_checks import check_trees
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import DepthPlan
 from shoal.speculative import draft_head_file
@@ -71,9 +72,5 @@ def test_one_call_guesses_what_forwards_would(
 @pytest.mark.slow
 def test_one_call_guesses_what_transformers_would(tmp_path: Path) -> None:
     run, proposer = drafted(tmp_path, few=True, length=3)
-    slow, seen = EagleReference(tmp_path, "llama"), 0
-    for tree in proposer.trees:
-        texts = [seq.tokens[: end + 1] for seq in run.seqs for end in range(seq.prompt_length, len(seq.tokens))
-                 if seq.tokens[end] == tree.tokens[0]]
-        seen += any(slow.agrees(text, tree, {}, 1) for text in texts)
-    assert seen == len(proposer.trees) > 10
+    slow = EagleReference(tmp_path, "llama")
+    check_trees(run, proposer, lambda text, tree: slow.agrees(text, tree, {}, 1), more_than=10)

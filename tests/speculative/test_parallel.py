@@ -12,7 +12,7 @@ from backends import BACKENDS, TORCH, Backend
 from drafts import draft_of, parallel_of
 from drive import decode, prompt
 from eagle_part import ECHO
-from part_checks import check_tokens
+from part_checks import check_tokens, check_trees
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import DepthPlan
 from shoal.engine.engine import Engine
@@ -55,12 +55,7 @@ def test_guesses_are_those_of_a_forward_over_masks(chunk: int | None, monkeypatc
     proposer = Watched(ParallelProposer(draft.runner, Branching((1,) * length), "it", TOKEN))
     options = {"runner": TORCH.runner("llama"), "new": 16, "sampling": Sampling(logit_bias=ECHO), "watch": False}
     run = decode(None, [prompt(20, 1), prompt(5, 2)], Recipe(DepthPlan.full(6), proposer), **options)
-    seen = 0
-    for tree in proposer.trees:
-        texts = [seq.tokens[: end + 1] for seq in run.seqs for end in range(seq.prompt_length, len(seq.tokens))
-                 if seq.tokens[end] == tree.tokens[0]]
-        seen += any(_guesses(text, length)[: len(tree) - 1] == [*tree.tokens[1:]] for text in texts)
-    assert seen == len(proposer.trees) > 4
+    check_trees(run, proposer, lambda text, tree: _guesses(text, length)[: len(tree) - 1] == [*tree.tokens[1:]])
     assert sum(seq.ledger.draft_forwards for seq in run.seqs) <= len(proposer.trees) + (0 if chunk is None else 8)
 
 

@@ -173,6 +173,11 @@ class SequenceTree(Growth):
         self.leaves, self.level = [leaf for leaf in leaves if leaf.log >= least], self.level + 1
 
 
+def least_log(stop: float) -> float:
+    """Log-likelihood below which a path is not continued, by the likelihood `stop`, of which 0 stops nothing."""
+    return math.log(stop) if stop > 0 else -math.inf
+
+
 def extend(
     trees: Sequence[SequenceTree], logits: Tensor, shape: TreeShape, least: float = -math.inf,
     pick: Callable[[Sequence[Place], Tensor, int], list[Guesses]] = choose,

@@ -7,7 +7,6 @@ only; their rows are those of the target's head. A layer that a model brings for
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +23,7 @@ from shoal.decode.worker import Proposer
 from shoal.model.kv.cache import KVCache
 from shoal.model.packed.native import MAX_NODES, ChainWish
 from shoal.model.runner import ModelRunner, SequenceChunk
-from shoal.speculative.choose import SequenceTree, extend
+from shoal.speculative.choose import SequenceTree, extend, least_log
 from shoal.speculative.draft_head_file import DraftHead
 from shoal.speculative.growth import Growth, TreeShape
 from shoal.speculative.hidden_states import HiddenStates
@@ -98,7 +97,7 @@ class LayerDrafter(StateDrafter):
     def __init__(self, proposer: LayerProposer, head: LayerHead, runner: ModelRunner, cache: KVCache) -> None:
         self._shape, self._nodes, self._head = proposer.shape, proposer.nodes, head
         self._straight = all(proposer.shape.width(level) == 1 for level in range(proposer.shape.length))
-        self._least = math.log(proposer.stop) if proposer.stop > 0 else -math.inf
+        self._least = least_log(proposer.stop)
         super().__init__(HiddenStates(runner, cache, head.taps), head.cache())
         self._first: dict[int, tuple[Tensor, Tensor]] = {}
 

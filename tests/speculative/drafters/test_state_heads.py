@@ -16,7 +16,7 @@ from backends import NATIVE, TORCH, Backend, on_one_backend
 from drive import decode, prompt
 from eagle_part import ECHO, target
 from families import HIDDEN, VOCAB, tiny
-from part_checks import check_tokens
+from part_checks import check_tokens, check_trees
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import DepthPlan
 from shoal.engine.engine import Engine
@@ -98,12 +98,7 @@ def test_guesses_are_those_of_the_formulas(backend: Backend, name: str, form: st
     proposer = Watched(StateHeadsProposer(heads(runner, heads_drafter(form)), Branching((1,) * COUNT)))
     options = {"runner": runner, "new": 12, "sampling": Sampling(logit_bias=ECHO), "watch": False}
     run = decode(None, [prompt(40, 1), prompt(5, 2)], Recipe(DepthPlan.full(6), proposer), **options)
-    seen = 0
-    for tree in proposer.trees:
-        texts = [seq.tokens[: end + 1] for seq in run.seqs for end in range(seq.prompt_length, len(seq.tokens))
-                 if seq.tokens[end] == tree.tokens[0]]
-        seen += any(slow.guesses(text, ECHO)[: len(tree) - 1] == [*tree.tokens[1:]] for text in texts)
-    assert seen == len(proposer.trees) > 4
+    check_trees(run, proposer, lambda text, tree: slow.guesses(text, ECHO)[: len(tree) - 1] == [*tree.tokens[1:]])
 
 
 METHODS: dict[str, dict[str, object]] = {"chain": {}, "tree": {"branching": (3, 2, 1)}, "short": {"length": 2}}

@@ -7,7 +7,6 @@ through the layers and sees all of itself.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +26,7 @@ from shoal.model.packed import block
 from shoal.model.packed.native_calls import LIMIT
 from shoal.model.packed.runner import PackedRunner
 from shoal.model.runner import ModelRunner, SequenceChunk, Start
-from shoal.speculative.choose import SequenceTree, extend
+from shoal.speculative.choose import SequenceTree, extend, least_log
 from shoal.speculative.drafters.dflash_checkpoint import DFlashCheckpoint
 from shoal.speculative.growth import Branching
 from shoal.speculative.hidden_states import HiddenStates
@@ -157,7 +156,7 @@ class DFlashDrafter(StateDrafter):
 
     def __init__(self, proposer: DFlashProposer, runner: ModelRunner, cache: KVCache) -> None:
         self._head, self._shape = proposer.head, proposer.shape
-        self._least = math.log(proposer.stop) if proposer.stop > 0 else -math.inf
+        self._least = least_log(proposer.stop)
         super().__init__(HiddenStates(runner, cache, self._head.taps), self._head.cache())
 
     @torch.no_grad()

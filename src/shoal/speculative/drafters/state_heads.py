@@ -5,7 +5,6 @@ They keep nothing of a text. Head j guesses the token j + 1 after the last one; 
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from shoal.model.kv.cache import KVCache
 from shoal.model.packed.native import PackedWeight
 from shoal.model.packed.runner import PackedRunner
 from shoal.model.runner import HiddenStateHook, ModelRunner, SequenceChunk
-from shoal.speculative.choose import SequenceTree, extend
+from shoal.speculative.choose import SequenceTree, extend, least_log
 from shoal.speculative.drafter_files import DrafterFiles
 from shoal.speculative.growth import Branching
 from shoal.speculative.hidden_states import HiddenStates
@@ -110,7 +109,7 @@ class StateHeadsDrafter(Drafter):
 
     def __init__(self, proposer: StateHeadsProposer, runner: ModelRunner, cache: KVCache) -> None:
         self._heads, self._shape = proposer.heads, proposer.shape
-        self._least = math.log(proposer.stop) if proposer.stop > 0 else -math.inf
+        self._least = least_log(proposer.stop)
         self._hidden = HiddenStates(runner, cache)
 
     @override
