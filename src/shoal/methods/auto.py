@@ -227,26 +227,25 @@ class CautiousDrafter(Drafter):
         for seq, matcher in zip(seqs, matchers, strict=True):
             matcher.read(seq.tokens)
         self._helped, self._followed = 0, any([matcher.place is not None for matcher in matchers])
-        self._poor = self._spare(seqs) < self._proposer.judge.times.added(len(seqs) + self._others, 1)
-        lengths = self._lengths(seqs, matchers, limits)
+        spare = self._spare(seqs)
+        self._poor = spare < self._proposer.judge.times.added(len(seqs) + self._others, 1)
+        lengths = self._lengths(matchers, limits, spare)
         trees = [_chain(*each) for each in zip(seqs, matchers, lengths, strict=True)]
-        return trees if self._drafter is None else self._with_help(self._drafter, seqs, limits, trees)
+        return trees if self._drafter is None else self._with_help(self._drafter, seqs, limits, trees, spare)
 
     def rests(self) -> int:
         """A few: where the text begins to repeat a passage, guesses pay only after some tokens of it."""
         most = _POOR if self._poor else _FOLLOWED if self._followed else _ALONE
         return most if self._drafter is None else min(most, self._proposer.judge.drafter.rest)
 
-    def _lengths(
-        self, seqs: Sequence[SequenceState], matchers: Sequence[SuffixMatcher], limits: Sequence[int]
-    ) -> list[int]:
+    def _lengths(self, matchers: Sequence[SuffixMatcher], limits: Sequence[int], spare: float) -> list[int]:
         """Guesses from the text, per sequence."""
         if all(matcher.place is None for matcher in matchers):
             return [0] * len(matchers)
         most = self._proposer.length
         chances = [one.chances(min(most, limit)) for one, limit in zip(matchers, limits, strict=True)]
         count = len(matchers) + self._others
-        return self._proposer.judge.lengths(chances, count, self._widest - count, self._spare(seqs))
+        return self._proposer.judge.lengths(chances, count, self._widest - count, spare)
 
     def _spare(self, seqs: Sequence[SequenceState]) -> float:
         """Plain steps that the guesses of the next forward may lose: it takes as long for every sequence."""
@@ -254,15 +253,16 @@ class CautiousDrafter(Drafter):
         return self._proposer.judge.spare(len(seqs) + self._others, left)
 
     def _with_help(
-        self, drafter: Drafter, seqs: Sequence[SequenceState], limits: Sequence[int], trees: list[TokenTree]
+        self, drafter: Drafter, seqs: Sequence[SequenceState], limits: Sequence[int], trees: list[TokenTree],
+        spare: float,
     ) -> list[TokenTree]:
         """The drafter's guesses for the sequences without any, if those pay."""
         idle = [len(tree) == 1 and limit > 0 for tree, limit in zip(trees, limits, strict=True)]
         count = sum(idle)
         room = self._widest - self._others - sum(map(len, trees))
         judge, text = self._proposer.judge, sum(map(len, trees)) - len(trees)
-        spare = self._spare(seqs) - (judge.times.added(len(seqs), text) if text else 0.0)
-        length = judge.helped(count, room, spare) if count else 0
+        left = spare - (judge.times.added(len(seqs), text) if text else 0.0)
+        length = judge.helped(count, room, left) if count else 0
         if not length:
             return trees
         wanted = [min(length, limit) if lacks else 0 for lacks, limit in zip(idle, limits, strict=True)]

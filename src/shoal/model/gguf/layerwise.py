@@ -139,17 +139,18 @@ _GEMMA4_ENDS = MappingProxyType({
 _GEMMA3N_ENDS = MappingProxyType({
     **_GEMMA4_ENDS, "model.altup_projections.#.weight": "altup_proj.weight",
     "model.altup_unembed_projections.#.weight": "altup_unembd_proj.weight"})
-_GEMMA3N = {
+_OWN_INPUTS = {
     "per_layer_input_gate.weight": "inp_gate.weight", "per_layer_projection.weight": "proj.weight",
-    "post_per_layer_input_norm.weight": "post_norm.weight", "laurel.linear_left.weight": "laurel_l.weight",
+    "post_per_layer_input_norm.weight": "post_norm.weight"}
+_GEMMA3N = {
+    **_OWN_INPUTS, "laurel.linear_left.weight": "laurel_l.weight",
     "laurel.linear_right.weight": "laurel_r.weight", "laurel.post_laurel_norm.weight": "laurel_post_norm.weight",
     "altup.correct_output_scale": "altup_correct_scale.weight", "altup.modality_router.weight": "altup_router.weight",
     "altup.correction_coefs.weight": "altup_correct_coef.weight",
     "altup.prediction_coefs.weight": "altup_predict_coef.weight",
     "altup.router_norm.weight": "altup_router_norm.weight"}
 _GEMMA4 = {
-    "per_layer_input_gate.weight": "inp_gate.weight", "per_layer_projection.weight": "proj.weight",
-    "post_per_layer_input_norm.weight": "post_norm.weight", "layer_scalar": "layer_output_scale.weight",
+    **_OWN_INPUTS, "layer_scalar": "layer_output_scale.weight",
     "router.proj.weight": "ffn_gate_inp.weight", "router.scale": "ffn_gate_inp.scale",
     "router.per_expert_scale": "ffn_down_exps.scale", "pre_feedforward_layernorm_2.weight": "pre_ffw_norm_2.weight",
     "post_feedforward_layernorm_1.weight": "post_ffw_norm_1.weight",
