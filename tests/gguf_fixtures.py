@@ -189,6 +189,8 @@ _CLASSICS: dict[str, tuple[str, dict[str, Any]]] = {
         "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}}),
     "minimax-m2": ("minimax_m2", {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": {
         "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}),
+    "dbrx": ("dbrx", {"attn_config": {"kv_n_heads": 1, "rope_theta": 10000.0, "clip_qkv": 1.0},
+                      "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 3, "moe_top_k": 2}}),
     "minimax-01": ("minimax", {"num_local_experts": 3, "num_experts_per_tok": 2, "rms_norm_eps": 1e-6,  # in all norms
                                "layer_types": ["linear_attention"] * 7 + ["full_attention"],
                                **{f"{part}_{one}_factor": size for part in ("full_attn", "linear_attn", "mlp")
@@ -240,6 +242,7 @@ def _classic(architecture: str, hidden: int) -> Any:
     by_name = {
         "gpt2": {"n_embd": hidden, "n_head": heads, "n_positions": 64},
         "bloom": {"hidden_size": hidden, "n_head": heads}, "mpt": {"d_model": hidden, "n_heads": heads},
+        "dbrx": {"d_model": hidden, "n_heads": heads},
         "falcon": {"hidden_size": hidden, "num_attention_heads": heads, "ffn_hidden_size": wide},
     }
     by_name |= {"gpt_bigcode": by_name["gpt2"], "falcon40": by_name["falcon"]}
@@ -385,7 +388,7 @@ def _drawn(name: str, parameter: Tensor, generator: torch.Generator) -> Tensor:
     if name.endswith(("router.scale", "per_expert_scale", "correct_output_scale")):
         return 1 + 0.1 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
     # so that rounding changes no choice
-    if re.search(r"\.(gate|router|router\.proj|shared_expert_gate)\.weight$", name):
+    if re.search(r"\.(gate|router|router\.proj|router\.layer|shared_expert_gate)\.weight$", name):
         return 4 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / parameter.shape[1] ** 0.5
     if name.endswith("sinks"):
         return torch.randn(parameter.shape, generator=generator, dtype=torch.float64)

@@ -221,6 +221,8 @@ def in_modules(name: str, values: Tensor, config: Any) -> Tensor:
 
     if config.model_type == "gpt2" and name.endswith(_INPUTS_FIRST):
         return values.mT.contiguous()
+    if ".experts.mlp." in name:  # DBRX's, whose outputs are columns
+        return (values.mT if name.endswith("w2") else values).flatten(0, 1)
     if name.endswith(_FUSED):
         shape = shape_of(config)
         rows = rows_of(shape.qkv_order, shape.heads, shape.kv_heads, shape.head_dim)

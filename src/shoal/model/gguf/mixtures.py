@@ -166,6 +166,18 @@ def _minimax_m2(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
             "intermediate_size": metadata.whole("expert_feed_forward_length")}
 
 
+def _dbrx(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
+    limit = metadata.number("attention.clamp_kqv") if metadata.has("attention.clamp_kqv") else None
+    return {
+        "d_model": common["hidden_size"], "n_heads": common["num_attention_heads"],
+        "n_layers": common["num_hidden_layers"], "max_seq_len": common["max_position_embeddings"],
+        "attn_config": {"kv_n_heads": common["num_key_value_heads"], "clip_qkv": limit,
+                        "rope_theta": common["rope_parameters"]["rope_theta"]},
+        "ffn_config": {"ffn_hidden_size": common["intermediate_size"], "moe_top_k": metadata.whole("expert_used_count"),
+                       "moe_num_experts": metadata.whole("expert_count")},
+    }
+
+
 def _minimax_01(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
     """Files have one factor of what is added to, and none of what is added. Every eighth layer has attention."""
     layers, kept = common["num_hidden_layers"], metadata.number("residual_scale")
@@ -303,6 +315,11 @@ MIXTURES: Mapping[str, Family] = MappingProxyType({
     "minimax-m2": Family("minimax_m2", _minimax_m2, partial=True, own_head_dim=True, layer={
         "mlp.gate.weight": _ROUTER, **_names("block_sparse_moe", "w1", "w3", "w2"),
         "mlp.e_score_correction_bias": "exp_probs_b.bias"}),
+    "dbrx": Family("dbrx", _dbrx, ends=CLASSICS["mpt"].ends, layer={
+        "norm_attn_norm.norm_1.weight": "attn_norm.weight", "norm_attn_norm.norm_2.weight": "attn_output_norm.weight",
+        "norm_attn_norm.attn.Wqkv.weight": "attn_qkv.weight", "ffn.router.layer.weight": _ROUTER,
+        "norm_attn_norm.attn.out_proj.weight": "attn_output.weight", **_names("ffn"),
+        **{f"ffn.experts.mlp.{name}": place for name, place in (("w1", GATE), ("v1", UP), ("w2", DOWN))}}),
     "minimax-01": Family("minimax", _local(_minimax_01), partial=True, own_head_dim=True, layer={
         "mlp.gate.weight": _ROUTER, **_names("block_sparse_moe", "w1", "w3", "w2"),
         "self_attn.norm.weight": "attn_norm_2.weight", "self_attn.out_proj.weight": "attn_output.weight",

@@ -584,8 +584,12 @@ class RotaryTable:
         text = viewed(config.get_text_config())
         self._device, self._dtype = device, dtype
         ropes = ropes_of(text)
-        self._frequencies = [_frequencies(text, kind, rope, device) for kind, rope in ropes.items()]
-        self._module: Any = None if None not in self._frequencies else _module(text).to(device)
+        try:
+            self._frequencies = [_frequencies(text, kind, rope, device) for kind, rope in ropes.items()]
+            self._module: Any = None if None not in self._frequencies else _module(text).to(device)
+        except (ArithmeticError, LookupError, RuntimeError, TypeError) as error:  # of types and numbers that are odd
+            raise ValueError(f"the config's rope_parameters are {dict(text.rope_parameters)!r:.300}, which make no "
+                             f"rotary embedding ({type(error).__name__}: {error}). Fetch the model again") from error
         self._kinds = list(ropes)
         self._most = context_of(text) if any(moves(text, rope) for rope in ropes.values()) else None
         self.cos = self.sin = torch.empty(len(self._kinds), 0, 0)
