@@ -97,6 +97,28 @@ def test_changed_headers_and_configs_end_in_a_line_or_a_model(count: int, tmp_pa
     assert count / 3 < refused < count
 
 
+@pytest.mark.parametrize(("entry", "value", "why"), [
+    ("head_dim", -1, "the config says head_dim -1; it must be from 1 to 65536"),
+    ("num_hidden_layers", 1 << 40, "the config says num_hidden_layers 1099511627776; it must be from 1 to 65536"),
+    ("intermediate_size", -1, "the config says intermediate_size -1; it must be from 0 to 2147483648"),
+    ("num_attention_heads", 3, r"contradicts itself: The hidden size \(64\) is not a multiple"),
+    ("rope_parameters", {"rope_type": 7, "rope_theta": 1e4}, "rope_type.: 7, .*make no rotary embedding"),
+    ("rope_parameters", {"rope_type": "default", "rope_theta": None}, "make no rotary embedding"),
+    ("rope_parameters", {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1e9},
+     "the config says partial_rotary_factor 1000000000.0; it must be from 0 to 1"),
+    ("id2label", "x", "contradicts itself: AttributeError"),
+    ("model_type", {"llama": 1}, "the config says model_type {'llama': 1}; it must be a name"),
+    ("mlp_bias", 2.5, "contradicts itself: .*mlp_bias"),
+])
+def test_odd_entries_of_a_config(entry: str, value: Any, why: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes((FOLDER / "gptq-4" / "model.safetensors").read_bytes())
+    config = json.loads((FOLDER / "gptq-4" / "config.json").read_text("utf-8")) | {entry: value}
+    (tmp_path / "config.json").write_text(json.dumps(config), "utf-8")
+    with pytest.raises(ValueError, match=why) as found:
+        shoal.load(str(tmp_path), backend="packed")
+    assert "\n" not in str(found.value)
+
+
 WHOLE, REAL, FLAG, TEXT, LIST = (4, 5), 6, 7, 8, 9
 """Types of metadata in GGUF files."""
 NUMBERS = [0, 1, 2, 3, 5, 7, 9, 64, 1 << 20, (1 << 31) - 1, (1 << 32) - 1]

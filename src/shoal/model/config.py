@@ -27,8 +27,11 @@ _SIZES = {**dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_
 def check_sizes(config: Any) -> None:
     """Refuse, by ValueError, sizes that no model has, before something of such a size is made."""
     text = config.get_text_config()
-    for name, (least, most) in _SIZES.items():
-        found = vars(text).get(getattr(text, "attribute_map", {}).get(name, name))  # getattr: refused if layers differ
+    held = {name: vars(text).get(getattr(text, "attribute_map", {}).get(name, name)) for name in _SIZES}
+    rope = vars(text).get("rope_parameters") or {}
+    limits = {**_SIZES, "partial_rotary_factor": (0, 1)}
+    for name, found in [*held.items(), ("partial_rotary_factor", rope.get("partial_rotary_factor"))]:
+        least, most = limits[name]
         if isinstance(found, int | float) and not least <= found <= most:
             raise ValueError(f"the config says {name} {found}; it must be from {least} to {most}. Fetch the model "
                              "again, or give a config that belongs to its weights")

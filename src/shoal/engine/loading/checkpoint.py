@@ -148,9 +148,11 @@ class Checkpoint:
 
     @property
     def _model_type(self) -> str:
-        """As the config says it; empty where that is no name."""
-        kind = self._config_json.get("model_type")
-        return kind if isinstance(kind, str) else ""
+        """As the config says it; empty where it says nothing."""
+        kind = self._config_json.get("model_type") or ""
+        if not isinstance(kind, str):
+            raise ValueError(f"the config says model_type {kind!r:.80}; it must be a name. Fetch the model again")
+        return kind
 
     def generation_config(self) -> Any | None:
         """The generation config, or None where the checkpoint has none."""

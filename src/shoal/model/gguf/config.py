@@ -273,9 +273,6 @@ def rope_parameters(file: GgufFile, metadata: Metadata, head_dim: int, latent: b
     theta = metadata.number("rope.freq_base", 10000.0)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
     rotated = metadata.whole("rope.dimension_count", head_dim)
-    if rotated > head_dim:
-        raise ValueError(f"the GGUF file rotates {rotated} dimensions of heads that have {head_dim}. Convert the model "
-                         "again")
     if rotated != head_dim:
         rope["partial_rotary_factor"] = rotated / head_dim
     kind = metadata.text("rope.scaling.type", "none")
