@@ -340,7 +340,8 @@ EXPERTS: Mapping[str, ExpertKind] = MappingProxyType({
     "gpt_oss": ExpertKind(
         _GPT_OSS, lambda text: Routing(text.num_local_experts, text.num_experts_per_tok),
         width=lambda text: int(text.intermediate_size),
-        clamped=lambda text: ClampedUnit(float(text.swiglu_limit), float(text.swiglu_alpha))),
+        clamped=lambda text: ClampedUnit(*(  # earlier transformers have these numbers in their code alone
+            float(getattr(text, name, usual)) for name, usual in (("swiglu_limit", 7.0), ("swiglu_alpha", 1.702))))),
     "qwen3_next": ExpertKind(_GATED, _softmax, _sparse_steps, shared=_shared_width),
     "qwen3_5_moe_text": ExpertKind(_GATED, _softmax, shared=_shared_width),
     "lfm2_moe": ExpertKind(_LFM2, _lfm2, lambda text, layer: layer >= text.num_dense_layers,
