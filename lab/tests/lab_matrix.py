@@ -84,6 +84,7 @@ LAB: tuple[Method, ...] = (
     Medusa(part_for("medusa", "llama"), nodes=6, inner=D3(alpha=0.9, core=2)),
     PPD(part_for("ppd", "llama")),
     PPD(part_for("ppd", "llama"), nodes=9, inner=D3(alpha=0.9, core=2)),
+    PPD(part_for("ppd", "llama"), nodes=12, measured=True),
     Momentum(alpha=0.0),
     Momentum(alpha=0.3, candidates=7),
     AdaDec(lookahead=0),

@@ -26,6 +26,7 @@ from shoal.errors import Unsupported
 from shoal.model.kv.cache import KVCache
 from shoal.model.runner import HiddenStateHook, ModelRunner, OfLayers, SequenceChunk
 from shoal.speculative.draft_head_file import DraftHead
+from shoal_lab.drafts.prompt_sizes import PromptSizes
 from shoal_lab.drafts.prompt_tree import PromptTree, PromptTrees
 
 PROMPTS = "prompts.{}"
@@ -41,10 +42,12 @@ class PromptProposer(Proposer):
     Attributes:
         part: a component of kind `ppd`.
         trees: what is fed in each state; at most one state more than the component has prompt tokens.
+        sizes: trees of several sizes instead, of which the measured times of forwards choose.
     """
 
     part: DraftHead
     trees: PromptTrees
+    sizes: PromptSizes | None = None
 
     def __post_init__(self) -> None:
         hidden = self.part.size("hidden")
@@ -55,7 +58,7 @@ class PromptProposer(Proposer):
     @property
     def most_fed(self) -> int:
         """Most fed nodes, prompt tokens included."""
-        return max(tree.fed for tree in self.trees.states)
+        return max(one.most_fed for one in (self.trees, *(self.sizes.trees if self.sizes else ())))
 
     def begin(self, runner: ModelRunner, cache: KVCache) -> PromptDrafter:
         """A drafter.
@@ -68,7 +71,7 @@ class PromptProposer(Proposer):
         if found != self._vectors.shape[1]:
             why = f"it is for states of {self._vectors.shape[1]} numbers; the model's have {found}"
             raise Unsupported(f"the trained part {self.part.name!r}", why, "Train one for this model with shoal train")
-        return PromptDrafter(self.trees, self._vectors.to(runner.device), runner)
+        return PromptDrafter(self.trees, self._vectors.to(runner.device), runner, self.sizes)
 
 
 @dataclass(slots=True)
@@ -91,10 +94,14 @@ class PromptDrafter(Drafter):
         trees: what is fed in each state.
         vectors: [prompts, D].
         runner: the target.
+        sizes: trees of several sizes, one of which is fed instead.
     """
 
-    def __init__(self, trees: PromptTrees, vectors: Tensor, runner: ModelRunner) -> None:
+    def __init__(
+        self, trees: PromptTrees, vectors: Tensor, runner: ModelRunner, sizes: PromptSizes | None = None
+    ) -> None:
         self._trees, self._vectors, self._runner = trees, vectors, runner
+        self._sizes, self._others = sizes, 0
         self._ready: dict[SequenceState, _Ready] = {}
 
     @override
@@ -126,10 +133,18 @@ class PromptDrafter(Drafter):
             one = self._ready.get(seq)
             if one is not None and one.fed is not None and isinstance(tree, PromptedTree):
                 one.states, one.fed = one.fed[_behind(tree, outcome.path[-1])], None
+        if self._sizes is not None:
+            self._sizes.observe(report.whole)
+            self._others = len(report.whole.seqs) - len(report.seqs)
 
     @torch.no_grad()
     def propose(self, seqs: Sequence[SequenceState], limits: Sequence[int]) -> list[TokenTree]:
         """A tree per sequence, with prompt tokens behind its nodes; only the last token if nothing may be guessed."""
+        if self._sizes is not None:
+            found = self._sizes.best(len(seqs) + self._others)
+            if found is None:
+                return [TokenTree.chain(seq.tokens[-1:]) for seq in seqs]
+            self._trees = found
         known = {place: states for place, (seq, limit) in enumerate(zip(seqs, limits, strict=True))
                  if limit and (states := self._states(seq, limit)) is not None}
         tables: dict[int, list[list[int]]] = {}

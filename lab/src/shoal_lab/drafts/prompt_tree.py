@@ -47,6 +47,11 @@ class PromptTrees:
 
     states: tuple[PromptTree, ...]
 
+    @property
+    def most_fed(self) -> int:
+        """Most fed nodes besides the last token."""
+        return max(tree.fed for tree in self.states)
+
     @classmethod
     def chain(cls, length: int) -> PromptTrees:
         """A chain of best guesses with as many prompt tokens behind each of its nodes."""
