@@ -40,10 +40,10 @@ class PromptSizes:
         self._times, self._steps = ForwardTimes(), 0
 
     @classmethod
-    def up_to(cls, most: int, shares: Shares) -> PromptSizes:
-        """The best trees of each size up to `most` nodes."""
-        sizes = [size for size in SIZES if size < most]
-        return cls([PromptTrees.best(shares, size) for size in (*sizes, most)], shares)
+    def up_to(cls, most: int, shares: Shares, copies: int = 1) -> PromptSizes:
+        """The best trees of each size up to `most` nodes, with `copies` prompt tokens for each place."""
+        sizes = [size for size in SIZES if copies <= size < most]
+        return cls([PromptTrees.best(shares, size, copies) for size in (*sizes, most)], shares)
 
     def best(self, seqs: int) -> PromptTrees | None:
         """What to feed each of so many sequences; None for a plain step, to time it."""
