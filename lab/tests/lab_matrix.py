@@ -79,6 +79,7 @@ LAB: tuple[Method, ...] = (
     Swift(ratio=0.2, length=3, nodes=9, window=4, rounds=3),
     Swift(ratio=0.2, trees=False, window=4, inner=D3(alpha=0.9, core=2)),
     DEL((4, 5), 4, head=0.0),
+    DEL(longest=3, head=0.0, judged=2),
     DEL((2, 5), window=0, inner=D3(alpha=0.9, core=2)),
     Medusa(part_for("medusa", "llama")),
     Medusa(part_for("medusa", "llama"), nodes=6, inner=D3(alpha=0.9, core=2)),
