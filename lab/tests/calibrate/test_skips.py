@@ -78,6 +78,8 @@ def test_a_set_is_judged_by_blocks_after_full_depth() -> None:
             total += 4
     assert judge.rate(skips) == pytest.approx(hits / total)
     assert judge.rate(Skips()) == judge.rate(IDLE) == 1.0
+    uneven = _SkipJudge(engine(), PROMPTS, 9, 4, SublayerCosts(0.121, 0.879, 14.012))
+    assert uneven.best_length(Skips(), 1.0) == (0, 1.0)  # nothing is gained, whatever sums round to
 
 
 def test_the_result_is_a_method_that_drafts_without_those_sublayers() -> None:

@@ -253,5 +253,5 @@ class _SkipJudge:
         layers, costs = self._runner.num_layers, self._costs
         whole, draft = costs.forward(layers, Skips()), costs.forward(layers, skips)
         values = [sum(rate**j for j in range(n + 1)) * whole / (whole + n * draft) for n in range(longest + 1)]
-        best = max(range(longest + 1), key=values.__getitem__)
+        best = max(range(longest + 1), key=lambda length: (round(values[length], 9), -length))  # sums differ by little
         return best, values[best]
