@@ -78,7 +78,7 @@ def test_a_set_is_judged_by_blocks_after_full_depth() -> None:
             total += 4
     assert judge.rate(skips) == pytest.approx(hits / total)
     assert judge.rate(Skips()) == judge.rate(IDLE) == 1.0
-    uneven = _SkipJudge(engine(), PROMPTS, 9, 4, SublayerCosts(0.121, 0.879, 14.012))
+    uneven = _SkipJudge(engine(), PROMPTS, 9, 4, SublayerCosts(1.0, 2.0, 0.1))
     assert uneven.best_length(Skips(), 1.0) == (0, 1.0)  # nothing is gained, whatever sums round to
 
 

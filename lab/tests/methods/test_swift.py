@@ -33,12 +33,13 @@ def test_a_search_goes_on_from_text_to_text(monkeypatch: pytest.MonkeyPatch) -> 
         return [len(left_out.parts() & kinds[kind]) / 2]
 
     monkeypatch.setattr(agreement, "agreements", planted)
-    method = Swift(ratio=2 / 12, window=4, rounds=60, patience=12, bayes_every=0)
-    plain = engine.generate(PROMPTS[0], max_new_tokens=60, ignore_eos=True).tokens
+    method = Swift(ratio=2 / 12, window=4, rounds=60, patience=60, bayes_every=0)
+    options: dict[str, Any] = {"max_new_tokens": 60, "ignore_eos": True, "seed": 1}
+    plain = engine.generate(PROMPTS[0], **options).tokens
 
     def searched() -> list[Skips]:
         tried.clear()
-        assert engine.generate(PROMPTS[0], method=method, max_new_tokens=60, ignore_eos=True).tokens == plain
+        assert engine.generate(PROMPTS[0], method=method, **options).tokens == plain
         return tried.copy()
 
     first = searched()
