@@ -11,7 +11,6 @@ next-token distributions from the reference's, in nats. Files stay in `--to`, fo
 
 from __future__ import annotations
 
-import ctypes
 import json
 import math
 import sys
@@ -30,6 +29,7 @@ import readers
 import script
 from shoal.engine.loading.checkpoint import Checkpoint
 from shoal_lab.bench import gguf_facts, report
+from shoal_lab.bench.baselines.gguf_file import requantise
 from shoal_lab.bench.baselines.llama_cpp import library
 from shoal_lab.bench.model import MeasuredModel
 
@@ -52,18 +52,19 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--types", default=",".join(MIXES), help="separated by commas")
     parser.add_argument("--windows", type=int, default=4)
     parser.add_argument("--window", type=int, default=256, help="tokens")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of llama.cpp, when it reads")
     args = parser.parse_args(argv)
     source = MeasuredModel(model=str(args.model))
     weights = kept_importance(args.to / f"{args.model.stem}-importance.npz", source, args.importance)
     pieces = cut(source, args.text, args.windows, args.window)
     about = {**script.heading(__file__, argv), "kind": "file types", "model": args.model.name, "text": args.text.name,
              "window": args.window}
-    rows = [measured(args.model, "source", pieces)]
+    rows = [measured(args.model, "source", pieces, args.threads)]
     for kind in args.types.split(","):
         path = args.to / f"{args.model.stem}-{kind}.gguf"
         if not path.is_file():
-            quantise(args.model, path, kind, weights)
-        rows.append(measured(path, kind, pieces))
+            requantise(library(), args.model, path, kind, torch.get_num_threads(), pure=False, importance=weights)
+        rows.append(measured(path, kind, pieces, args.threads))
         if args.json is not None:  # a type takes minutes
             report.write({**about, "results": rows}, args.json)
     print(json.dumps({**about, "results": rows}))
@@ -122,34 +123,14 @@ def watched(model: Any, sums: dict[str, Tensor]) -> Iterator[None]:
             hook.remove()
 
 
-def quantise(source: Path, target: Path, kind: str, weights: Mapping[str, Array]) -> None:
-    """Let llama.cpp write a file of a mix, from numbers that are quantised already."""
-    api = library()
-    params = api.llama_model_quantize_default_params()
-    params.ftype = getattr(api, f"LLAMA_FTYPE_MOSTLY_{'Q8_0' if kind == 'MXFP4' else kind}")
-    params.nthread, params.allow_requantize = torch.get_num_threads(), True
-    held = (api.llama_model_imatrix_data * (len(weights) + 1))()
-    wanted = (api.llama_model_tensor_override * (len(weights) + 1))()
-    for place, (name, one) in enumerate(weights.items()):
-        data = one.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
-        held[place].name, held[place].data, held[place].size = name.encode(), data, len(one)
-        wanted[place].pattern = name.replace(".", r"\.").encode()
-        wanted[place].type = int(gguf.GGMLQuantizationType.MXFP4)
-    params.imatrix = held
-    if kind == "MXFP4":
-        params.tt_overrides = wanted
-    if code := api.llama_model_quantize(str(source).encode(), str(target).encode(), ctypes.byref(params)):
-        raise SystemExit(f"llama.cpp does not make {kind} from {source.name} (code {code})")
-
-
-def measured(path: Path, kind: str, pieces: Sequence[Sequence[int]]) -> dict[str, Any]:
+def measured(path: Path, kind: str, pieces: Sequence[Sequence[int]], threads: int) -> dict[str, Any]:
     """Figures of one file."""
     model = MeasuredModel(model=str(path))
-    exact = logits_of(readers.MODULES, model, pieces)
+    exact = logits_of(readers.MODULES, model, pieces, threads)
     row = {"type": kind, "file": gguf_facts.read(path).to_dict(), "tokens": sum(len(ids) - 1 for ids in pieces),
            "reference_perplexity": perplexed(exact, pieces)}
     for name in SYSTEMS:
-        found = logits_of(name, model, pieces)
+        found = logits_of(name, model, pieces, threads)
         each = [divergence(ours, theirs) for ours, theirs in zip(found, exact, strict=True)]
         row[name] = {"kl": float(torch.cat(each).mean()), "kl_of_windows": [float(one.mean()) for one in each],
                      "perplexity": perplexed(found, pieces)}
@@ -157,9 +138,9 @@ def measured(path: Path, kind: str, pieces: Sequence[Sequence[int]]) -> dict[str
     return row
 
 
-def logits_of(name: str, model: MeasuredModel, pieces: Sequence[Sequence[int]]) -> list[Tensor]:
+def logits_of(name: str, model: MeasuredModel, pieces: Sequence[Sequence[int]], threads: int) -> list[Tensor]:
     """float32 [tokens, V] of each window."""
-    reader = readers.open_reader(name, model, torch.get_num_threads())
+    reader = readers.open_reader(name, model, threads)
     return [reader.logits(ids) for ids in pieces]
 
 

@@ -192,7 +192,7 @@ class Batch:
         trees = [tree if tree.is_chain else tree.within(self.runner.most_nodes) for tree in self.propose(decoding)]
         drafting = time.perf_counter() - start
         if not reading and (most := self._resting(decoding, trees)):
-            steps += self._plain_steps(decoding, most)
+            steps += self._plain_steps(decoding, most, drafting)
             self.clock.draft_seconds += drafting
             self.clock.decode_seconds += time.perf_counter() - start
             return steps
@@ -216,7 +216,9 @@ class Batch:
             return 0
         return self.components.rest(seqs)
 
-    def _plain_steps(self, seqs: Sequence[RunningSequence], most: int = _MOST_STEPS) -> list[Step]:
+    def _plain_steps(
+        self, seqs: Sequence[RunningSequence], most: int = _MOST_STEPS, drafting: float = 0.0
+    ) -> list[Step]:
         """The usual step: every sequence takes the argmax token after its last one. The same as `_forward`, shorter.
 
         Where steps are fast, several follow one another in one call: between two calls the model streams through the
@@ -231,7 +233,7 @@ class Batch:
         if not all([seq.plain for seq in seqs]):
             roots = [TokenTree.root(seq.tokens[-1]) for seq in seqs]
             kept = [Outcome((0,), token) for token in found[0]]
-            self.components.observe(seqs, StepReport(seqs, roots, kept, 0.0, seconds, steps=len(found)))
+            self.components.observe(seqs, StepReport(seqs, roots, kept, drafting, seconds, steps=len(found)))
         for seq, *tokens in zip(seqs, *found, strict=True):
             for place in path:
                 seq.ledger.count(seq.plan.depth(seq.emitted + place))

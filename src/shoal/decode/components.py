@@ -148,7 +148,8 @@ class Components:
 
     def _all_at_work(self, seqs: Sequence[RunningSequence]) -> list[tuple[Worker, list[RunningSequence]]]:
         columns = zip(*map(_components, seqs), strict=True)
-        return [pair for components in columns for pair in self._at_work(seqs, components)]
+        return [pair for components in columns if any([one is not None for one in components])
+                for pair in self._at_work(seqs, components)]
 
     def _at_work(
         self, seqs: Sequence[RunningSequence], components: Sequence[Component[W] | None]

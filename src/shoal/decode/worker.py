@@ -32,7 +32,7 @@ class StepReport:
         prompt: whether the sequences have just read their prompts and emit their first token. Nothing was guessed then,
             and the seconds are those of the prompts.
         source: the step of all sequences if this report covers only some of them; else None.
-        steps: steps of which this is the first, all without a guess; the seconds are those of one.
+        steps: steps of which this is the first, all without a guess; `target_seconds` are those of one.
     """
 
     seqs: Sequence[SequenceState]

@@ -43,7 +43,6 @@ from shoal.model.packed.source import Source
 from shoal.model.runner import ModelRunner
 from shoal.speculative.cost.policy import Meter
 from shoal.speculative.drafter_files import stamp
-from shoal.speculative.drafters import heads
 from shoal.speculative.layer_head import MtpHead
 from shoal.types import MaskedModel, ModelInfo, Result
 
@@ -143,6 +142,8 @@ class Engine:
             ValueError: its files cannot be read.
             Unsupported: it does not fit the model, Shoal does not run it, or the memory does not hold it too.
         """
+        from shoal.speculative.drafters import heads  # readers of all tools' files, which few starts need
+
         found = self._memory.get((stamp, folder))
         if found is None or found[0] != stamp(folder):
             make = heads.read(folder)

@@ -48,9 +48,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 _WIDEST = 64
 """Most tokens of a forward with drafts; a further token costs more than it can bring."""
-_FOLLOWED, _ALONE, _POOR = 2, 4, 8
+_FOLLOWED, _ALONE, _BARREN = 2, 4, 8
 """Steps without asking again where the text repeats a passage that does not pay to guess, where it repeats none, and
-where no guess could be paid for."""
+where guesses have saved nothing so far or could not be paid for: fewer steps that share a call are slower."""
 _HELPED = 8
 """Most guesses of a drafter one after another."""
 _CALIBRATED = 0.7
@@ -201,7 +201,7 @@ class CautiousDrafter(Drafter):
         self._proposer, self._widest, self._drafter = proposer, widest, drafter
         self._matchers, self._budgets = PerSequence(self._matcher), PerSequence(lambda _: DraftBudget())
         self._others = self._helped = 0
-        self._followed = self._poor = False
+        self._followed, self._barren = False, True
         self._from_drafter: set[SequenceState] = set()
 
     def _matcher(self, seq: SequenceState) -> SuffixMatcher:
@@ -228,14 +228,15 @@ class CautiousDrafter(Drafter):
             matcher.read(seq.tokens)
         self._helped, self._followed = 0, any([matcher.place is not None for matcher in matchers])
         spare = self._spare(seqs)
-        self._poor = spare < self._proposer.judge.times.added(len(seqs) + self._others, 1)
+        gained = any([self._budgets[seq].gained > 0 for seq in seqs])
+        self._barren = not gained or spare < self._proposer.judge.times.added(len(seqs) + self._others, 1)
         lengths = self._lengths(matchers, limits, spare)
         trees = [_chain(*each) for each in zip(seqs, matchers, lengths, strict=True)]
         return trees if self._drafter is None else self._with_help(self._drafter, seqs, limits, trees, spare)
 
     def rests(self) -> int:
         """A few: where the text begins to repeat a passage, guesses pay only after some tokens of it."""
-        most = _POOR if self._poor else _FOLLOWED if self._followed else _ALONE
+        most = _BARREN if self._barren else _FOLLOWED if self._followed else _ALONE
         return most if self._drafter is None else min(most, self._proposer.judge.drafter.rest)
 
     def _lengths(self, matchers: Sequence[SuffixMatcher], limits: Sequence[int], spare: float) -> list[int]:
@@ -290,4 +291,6 @@ class CautiousDrafter(Drafter):
 
 
 def _chain(seq: SequenceState, matcher: SuffixMatcher, length: int) -> TokenTree:
-    return TokenTree.chain([seq.tokens[-1], *(matcher.guesses(seq.tokens, length) if length else ())])
+    if not length:
+        return TokenTree.root(seq.tokens[-1])
+    return TokenTree.chain([seq.tokens[-1], *matcher.guesses(seq.tokens, length)])

@@ -17,11 +17,13 @@ class DraftBudget:
 
     Attributes:
         left: plain steps.
+        gained: plain steps that guesses saved beyond what they and the asking for them took; negative for a loss.
     """
 
     def __init__(self) -> None:
-        self.left = START
+        self.left, self.gained = START, 0.0
 
     def passed(self, tokens: int, steps: float) -> None:
         """Count tokens, and the plain steps that their forwards and guesses took."""
         self.left += (1 + SHARE) * tokens - steps
+        self.gained += tokens - steps

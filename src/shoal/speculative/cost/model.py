@@ -19,6 +19,10 @@ _PLAIN, _WIDE = 15, 5
 """Measurements kept of plain steps, and of each number of guesses."""
 _SLOPE = 0.08
 """Cost of a guess in plain steps of one sequence, until it was measured."""
+_STALL, _SLOWEST = 3.0, 1.5
+"""Most usual steps that a plain step may seem to take, and most best ones that one may take that shares no call."""
+_CALLS_FADE = 0.95
+"""Factor on the weight of what earlier calls say of the time that a call takes beside its steps."""
 _MOST_ADDED = 2.0
 """Most plain steps that a guess may seem to add: the rest is load of other processes."""
 
@@ -155,8 +159,9 @@ class ForwardTimes:
 
     def __init__(self) -> None:
         self._steps = defaultdict[int, deque[float]](partial(deque, maxlen=_PLAIN))
-        self._shared = defaultdict[tuple[int, int], deque[float]](partial(deque, maxlen=_WIDE))
-        self._typical = defaultdict[int, dict[int, float]](dict)
+        self._typical: dict[int, float] = {}
+        self._calls = defaultdict[int, LeastSquares](LeastSquares)
+        self._most = dict[int, int]()
         self._added = defaultdict[int, dict[int, deque[float]]](dict)
         self._curves: dict[int, list[tuple[int, float]]] = {}
 
@@ -166,11 +171,11 @@ class ForwardTimes:
         Of plain steps so many may have shared a call; the seconds are those of one.
         """
         if guesses == 0:
+            kept = min(seconds, _STALL * self.step(seqs)) if seqs in self._typical else seconds
+            self._calls[seqs].add(1 / steps, kept, fade=_CALLS_FADE)
+            self._most[seqs] = max(self._most.get(seqs, 1), steps)
             self._steps[seqs].append(seconds)
-            shared = self._shared[seqs, steps]
-            shared.append(seconds)
-            if len(shared) > 1:
-                self._typical[seqs][steps] = statistics.median(shared)
+            self._typical[seqs] = statistics.median(self._steps[seqs])
         elif step := self.step(seqs):
             near = _GRID[min(bisect_left(_GRID, guesses), len(_GRID) - 1)]
             added = beyond(step, guesses, seconds)
@@ -183,18 +188,21 @@ class ForwardTimes:
 
     def step(self, seqs: int) -> float:
         """Seconds of a plain step of so many sequences; 0 before one was timed."""
-        return statistics.median(self._steps[seqs] or [0.0])
+        return self._typical.get(seqs, 0.0)
 
     def slower(self, seqs: int, steps: int | None = None) -> float:
         """How many times as long as at best a plain step takes where so many share a call, or the usual one (None).
 
-        At best means where as many share a call as makes them fastest. 1 for what was not timed.
+        A call takes a fixed time beside its steps, so that the time of a step is a line in 1 / steps. At best means
+        where as many share a call as ever did. 1 for what was not timed.
         """
-        typical = self._typical[seqs]
-        if not typical:
+        if not self.known(seqs):
             return 1.0
-        best = min(typical.values())
-        return max(1.0, (self.step(seqs) if steps is None else typical.get(steps, best)) / best)
+        line = self._calls[seqs]
+        usual, height = line.middle
+        slope = max(line.slope or 0.0, 0.0)
+        best = height + slope * (1 / self._most[seqs] - usual)
+        return min(1.0 + slope * ((usual if steps is None else 1 / steps) - 1 / self._most[seqs]) / best, _SLOWEST)
 
     def added(self, seqs: int, guesses: int) -> float:
         """Plain steps that so many guesses add to one: straight lines between what was measured."""

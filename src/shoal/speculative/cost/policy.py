@@ -41,6 +41,10 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 128, 4096
 """First and longest pause, in steps, before costs at which no guess paid are measured again."""
 
 
+_MOST_ASKING = 1.0
+"""Most plain steps that finding a guess, or that there is none, may seem to take: the rest is load, or a first call."""
+
+
 class Backoff:
     """Counts the steps until something that did not pay is tried again: twice as many each time, up to `most`.
 
@@ -72,6 +76,10 @@ class Backoff:
     def wait(self, steps: int) -> None:
         """Let the pause go on for at least so many steps."""
         self.left = max(self.left, steps)
+
+    def stop(self) -> None:
+        """Stop the pause; the next one is twice as long all the same."""
+        self.left = 0
 
     def end(self) -> None:
         """End the pause, since it pays again."""
@@ -269,15 +277,17 @@ class CostModel:
     def cost(self, report: StepReport) -> float:
         """Plain steps, of those that share as many to a call as is best, that a step or shared steps took."""
         seqs, guesses = len(report.seqs), sum(map(len, report.trees)) - len(report.seqs)
+        step = self.times.step(seqs)
+        asking = min(report.draft_seconds / step, _MOST_ASKING * (1 + guesses)) if step else 0.0
         if not guesses:
-            return report.steps * self.times.slower(seqs, report.steps)
-        if not (step := self.times.step(seqs)):
+            return report.steps * self.times.slower(seqs, report.steps) + asking
+        if not step:
             return 1.0
         if report.target_seconds is None:  # prompts were read beside them
             added = self.times.added(seqs, guesses)
         else:
             added = beyond(step, guesses, report.target_seconds)
-        return self.times.slower(seqs) * (1.0 + added + report.draft_seconds / step)
+        return self.times.slower(seqs) * (1.0 + added + asking)
 
     def spare(self, seqs: int, left: float) -> float:
         """What guesses may add to the next step, in usual steps, if it may lose `left` of the best ones."""
@@ -290,6 +300,7 @@ class CostModel:
             self.times.observe(seqs, guesses, report.target_seconds, report.steps)
         if helped and (step := self.times.step(seqs)):
             self.drafter.took(seqs, helped, report.draft_seconds / step)
+            self.drafter.brought(sum(len(outcome.path) for outcome in report.outcomes) / seqs - self.cost(report))
         self.drafter.passed(report.steps - 1)
 
 
@@ -315,6 +326,10 @@ class DrafterRecord:
 
     _TRIES, _TRIES_MORE, _KNOWN = 4, 2, 16
     """Guesses in a new text before a drafter may be put off, and in one that comes after so many judged turns."""
+    _HOPED, _OLD = 4.0, 0.8
+    """Plain steps that it is hoped to save in a text, and the weight of that, and of older texts, beside a new one."""
+    _SKIPPED = 7
+    """Texts between two in which it is tried at once, where trials cost more than the texts that it pays in bring."""
     _SHORTEST_REST = 16
     _TRIALS = 0.01
     """Share of the time for trying a bad drafter again, with one guess; it sets the pause, within bounds."""
@@ -325,14 +340,23 @@ class DrafterRecord:
         self._costs = defaultdict[int, DraftCost](partial(DraftCost, cost))
         self._pauses = defaultdict[int, Backoff](partial(Backoff, _LONGEST_PAUSE))
         self._pause, self._hopeless = Backoff(_LONGEST_PAUSE), dict[int, bool]()
+        self._worth, self._brought, self._skipped = self._HOPED, 0.0, 0
 
     def begin(self) -> None:
-        """Begin a new text: try again, unless no text pays. What is known of other texts counts half."""
+        """Begin a new text: try again, unless no text pays or too few do. What is known of others counts half."""
         self._acceptance = Acceptance(prior=(self._acceptance.rate + self._rate) / 2)
         self._tries, self._behind = self._TRIES if self._judged < self._KNOWN else self._TRIES_MORE, True
+        if self._brought:
+            self._worth = self._OLD * self._worth + (1 - self._OLD) * self._brought
+        self._brought = 0.0
+        seldom = self._worth < 0 and self._skipped < self._SKIPPED
+        self._skipped = self._skipped + 1 if seldom else 0
+        if seldom:
+            self._tries = 0
+            return
         for seqs, pause in self._pauses.items():
             if not self._hopeless.get(seqs):
-                pause.end()
+                pause.stop() if self._worth < 0 else pause.end()
 
     def length(self, times: ForwardTimes, seqs: int, most: int, spare: float = math.inf) -> int:
         """Guesses per sequence with the most tokens per second, few at first; one now and then if none pays.
@@ -345,18 +369,20 @@ class DrafterRecord:
         """
         pause = self._pause = self._pauses[load(seqs)]
         most, room = affordable(most, spare, lambda length: self._added(times, seqs, length)), most
-        if room and not most:
-            pause.wait(self._awake + math.ceil((self._trial(times, seqs) - spare) / SHARE))
+        short = self._trial(times, seqs, pause.left) - spare
+        if room and short > 0 and (pause.left or not most):
+            pause.wait(self._awake + math.ceil(short / SHARE))
         if pause.left:
             self._behind = True
             return min(1, most) if pause.passed() else 0
-        if found := self._best(self._acceptance.rate, times, seqs, min(most, self._most, 1 + self._judged)):
+        found = self._best(self._acceptance.rate, times, seqs, min(most, self._most, 1 + self._judged))
+        if found:
             pause.end()
             return found
         hopeless = times.widest(seqs) > 0 and not self._best(1.0, times, seqs, min(room, self._most))
         if self._tries > 0 and not hopeless:
             return min(1, most)
-        rest = max(self._SHORTEST_REST, min(math.ceil(self._trial(times, seqs) / self._TRIALS), _FIRST_PAUSE))
+        rest = max(self._SHORTEST_REST, math.ceil(self._trial(times, seqs, self._awake) / self._TRIALS))
         pause.begin(_FIRST_PAUSE if hopeless else rest)
         self._hopeless[load(seqs)] = hopeless
         return 0
@@ -370,9 +396,9 @@ class DrafterRecord:
         """Plain steps that so many guesses per sequence add to one."""
         return self._costs[load(seqs)].of(length) + times.added(seqs, seqs * length)
 
-    def _trial(self, times: ForwardTimes, seqs: int) -> float:
-        """Plain steps that a trial adds, with those before it that the drafter must see and that share no call."""
-        return self._added(times, seqs, 1) + self._awake * (times.slower(seqs, 1) - 1.0)
+    def _trial(self, times: ForwardTimes, seqs: int, before: int) -> float:
+        """Plain steps that a trial adds, after so many steps, of which it must see the last: they share no call."""
+        return self._added(times, seqs, 1) + min(before, self._awake) * (times.slower(seqs, 1) - 1.0)
 
     @property
     def rest(self) -> int:
@@ -389,6 +415,10 @@ class DrafterRecord:
         self._judged += 1
         self._tries -= 1
         self._acceptance.observe(kept, offered)
+
+    def brought(self, steps: float) -> None:
+        """Learn how many plain steps its guesses of one turn saved a sequence; negative for a loss."""
+        self._brought += steps
 
     def took(self, seqs: int, guesses: int, share: float) -> None:
         """Learn the time of so many successive guesses in each sequence, as a share of a plain step of the batch.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.errors import unknown
 from shoal_lab.bench.model import MeasuredModel
 from shoal_lab.bench.system import NotMeasured
 
 FTYPES = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16", "Q8_0": "MOSTLY_Q8_0", "Q4_0": "MOSTLY_Q4_0",
           "Q4_1": "MOSTLY_Q4_1", "Q4_K_M": "MOSTLY_Q4_K_M"}
-"""Name of a mix of types -> its name in llama.cpp's enumeration."""
+"""Name of a mix of types that systems are compared in -> its name in llama.cpp's enumeration."""
 KINDS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
 """Format of the weights -> GGML's name for it."""
 _OUTER = {"Q4_0": "Q8_0"}
@@ -41,6 +40,8 @@ _LAYER = {
     "mlp.down_proj": "ffn_down",
 }
 _ROWS = 4096
+_MXFP4 = 39
+"""GGML's number of the type."""
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -179,25 +180,38 @@ def bits_of(kind: str) -> float:
     return 8 * size / block
 
 
-def requantise(api: Any, source: Path, target: Path, kind: str, threads: int, *, pure: bool = True) -> None:
+def requantise(api: Any, source: Path, target: Path, kind: str, threads: int, *, pure: bool = True,
+               importance: Mapping[str, Any] | None = None) -> None:
     """Write `target` from `source`.
 
     Args:
         api: llama-cpp-python's low-level module.
         source: a GGUF file of any type.
         target: the file to write.
-        kind: a key of `FTYPES`.
+        kind: a mix of llama.cpp's quantiser, or MXFP4, which is none of dense models: all matrices with an importance
+            are of it.
         threads: CPU threads.
         pure: hold every matrix in the type itself. Otherwise llama.cpp gives some, such as the LM head, more bits.
+        importance: of each matrix of the layers, by its name: what each input weighs, float32 [inputs].
 
     Raises:
         NotMeasured: the quantiser refuses.
     """
-    if kind not in FTYPES:
-        raise unknown("type of weights", kind, list(FTYPES))
     params = api.llama_model_quantize_default_params()
-    params.ftype = getattr(api, f"LLAMA_FTYPE_{FTYPES[kind]}")
+    mix = "Q8_0" if kind == "MXFP4" else kind
+    params.ftype = getattr(api, f"LLAMA_FTYPE_{FTYPES.get(mix, f'MOSTLY_{mix}')}")
     params.nthread, params.allow_requantize, params.pure = threads, True, pure
+    weights = importance or {}
+    held = (api.llama_model_imatrix_data * (len(weights) + 1))()
+    wanted = (api.llama_model_tensor_override * (len(weights) + 1))()
+    for place, (name, one) in enumerate(weights.items()):
+        held[place].name, held[place].size = name.encode(), len(one)
+        held[place].data = one.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+        wanted[place].pattern, wanted[place].type = name.replace(".", r"\.").encode(), _MXFP4
+    if weights:
+        params.imatrix = held
+    if kind == "MXFP4":
+        params.tt_overrides = wanted
     code = api.llama_model_quantize(str(source).encode(), str(target).encode(), ctypes.byref(params))
     if code:
         raise NotMeasured(f"llama.cpp could not make {kind} from {source.name} (code {code})")
