@@ -56,14 +56,14 @@ architectures of GGUF files; 140: experts read ahead of a file beyond memory, me
 200: laws of what more training of a drafter brings;
 120: GGUF files of MiniMax-01 and Phi-3.5-MoE, DBRX; 70: odd configs told in a line."""
 MOST_CORE_FILES = 294  # 20: recurrent; 4: experts; 4: SambaY; 3: latent; 8: GGUF; 6: classics; 17: drafts; 4: others
-MOST_LAB_LINES = 41_430
+MOST_LAB_LINES = 41_440
 """Of the package, benchmarks and tools. 392 more: plan and members; 127: two checkouts; 350: hybrids, prefixes; 620:
 training hybrids; 200: files of mixtures; 670: caches of experts,
 mixtures of dense files, experts beyond memory; 70: a day of alike requests;
 190: what types of files cost in numbers; 100: models that memory holds once; 1: groups refused;
 20: Medusa of other tools; 160: prompt tokens by measured times, and several of them for each
 place; 50: searches that go on from text to text, all exits in turn; 70: a
-command that searches for sublayers."""
+command that searches for sublayers; 10: files with random weights beyond memory."""
 MOST_IN_FOLDER = 20
 MOST_CLASSES = 74  # each kind of part and of cache layer is a class, with its defaults; protocols keep circles out
 """Classes and protocols in the modules that the decoding loop imports, however indirectly."""
