@@ -28,10 +28,10 @@ def check_sizes(config: Any) -> None:
     """Refuse, by ValueError, sizes that no model has, before something of such a size is made."""
     text = config.get_text_config()
     held = {name: vars(text).get(getattr(text, "attribute_map", {}).get(name, name)) for name in _SIZES}
-    rope = vars(text).get("rope_parameters") or {}
-    limits = {**_SIZES, "partial_rotary_factor": (0, 1)}
-    for name, found in [*held.items(), ("partial_rotary_factor", rope.get("partial_rotary_factor"))]:
-        least, most = limits[name]
+    if isinstance(rope := vars(text).get("rope_parameters"), dict):
+        held["partial_rotary_factor"] = rope.get("partial_rotary_factor")
+    for name, found in held.items():
+        least, most = _SIZES.get(name, (0, 1))
         if isinstance(found, int | float) and not least <= found <= most:
             raise ValueError(f"the config says {name} {found}; it must be from {least} to {most}. Fetch the model "
                              "again, or give a config that belongs to its weights")

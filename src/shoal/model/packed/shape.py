@@ -312,7 +312,7 @@ def shape_of(config: Any, dtype: torch.dtype = torch.float64) -> Shape:
         raise _misfit(text, "its code comes with the checkpoint, not with transformers")
     text = viewed(text)
     activation = getattr(text, "hidden_activation", None) or getattr(text, "hidden_act", "silu")
-    if activation not in _ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         raise _misfit(text, f"its activation {activation!r} is not among {', '.join(_ACTIVATIONS)}")
     if getattr(text, "use_bidirectional_attention", False) not in (None, False, "vision"):  # of images alone
         raise _misfit(text, "its tokens see later ones")
