@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli.options import common
+from shoal.cli.options import bring, common
 from shoal.cli.options.parser import Parser
 from shoal.errors import needs
 
@@ -113,6 +113,7 @@ def _replicas(args: argparse.Namespace, settings: Settings) -> int:
     from shoal.serve.replicas import Fleet
     from shoal.serve.replicas import run as serve
 
+    bring.ready(args.model, args.revision, yes=args.yes)  # the processes behind it have no terminal to ask on
     fleet = Fleet(args.replicas, args.host, args.port, args.device, settings.grace, args.max_seqs + args.max_waiting)
     serve(partial(_parts, args, settings), fleet)
     return 0

@@ -16,6 +16,7 @@ from torch import Tensor
 from shoal.engine.loading.generation_config import of_file, recommended
 from shoal.engine.loading.gguf_checkpoint import GgufCheckpoint, is_gguf
 from shoal.errors import LAB_INSTALL, Unsupported
+from shoal.hub.places import find
 from shoal.model.config import WIDTHS
 from shoal.model.gguf.splits import only_model
 from shoal.model.modules import check_loading_info, check_quantised, class_of, loaded, quantised_by
@@ -52,12 +53,14 @@ class Checkpoint:
     """A checkpoint by its name. Nothing is read before it is needed, be it by a transform.
 
     Args:
-        name: folder, Hub id or `.gguf` file.
+        name: folder, `.gguf` file, or a name of the Hub, of which files that are here are read without the network.
         revision: branch, tag or commit on the Hub.
         trust_remote_code: whether Python code that comes with it may run.
         transform: changes config and weights of a decoder as they are loaded; None for no change.
 
     Attributes:
+        place: the folder or Hub id to load from.
+        file: the GGUF file, else None.
         changed: the weights by name where they are not those of the files, else None.
 
     Raises:
@@ -69,9 +72,9 @@ class Checkpoint:
         self, name: str, revision: str | None, trust_remote_code: bool, transform: Transform | None = None
     ) -> None:
         self.name, self.revision = name, revision
-        self.place, file = _place(name)
+        self.place, self.file = _place(name, revision)
         self._options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-        self._gguf = None if file is None else GgufCheckpoint(file)
+        self._gguf = None if self.file is None else GgufCheckpoint(self.file)
         if revision is not None:
             self._options["revision"] = revision
         self.changed: Source | None = None
@@ -274,9 +277,11 @@ def shown_name(model: str) -> str:
     return path.name if path.is_absolute() or path.exists() else model
 
 
-def _place(name: str) -> tuple[str, Path | None]:
+def _place(name: str, revision: str | None = None) -> tuple[str, Path | None]:
     """The folder or Hub id to load from and None, or the folder of a GGUF file and that file."""
     path = Path(name)
+    if not path.exists() and (held := find(name, revision)) is not None:
+        return (os.fspath(held), None) if held.is_dir() else (os.fspath(held.parent), held)
     if path.is_dir():
         if path.suffix.lower() == ".gguf":
             raise ValueError(f"{name!r} is a folder; give the .gguf file in it")
