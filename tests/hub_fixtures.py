@@ -20,6 +20,7 @@ def use(address: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     template = constants.HUGGINGFACE_CO_URL_TEMPLATE.partition("/{")
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + template[1] + template[2])
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1 << 14)  # what is not a whole one is lost when it is cut
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(cache / "token"))
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):

@@ -53,9 +53,10 @@ class Hub:
     storage: str = ""
     heard: list[tuple[str, str, str, bool]] = field(default_factory=list)
 
-    def gets(self, part: str = "/storage/") -> list[str]:
-        """The ranges of requests for the bytes of large files."""
-        return [asked for method, path, asked, _ in self.heard if method == "GET" and part in path]
+    def gets(self, file: str = "") -> list[str]:
+        """The ranges of requests for the bytes of large files, or of one."""
+        return [asked for method, path, asked, _ in self.heard
+                if method == "GET" and path.startswith("/storage/") and path.endswith(file)]
 
 
 @contextmanager

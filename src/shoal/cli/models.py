@@ -200,7 +200,7 @@ def _in_hub_cache() -> Iterator[HeldModel]:
     from huggingface_hub import CacheNotFound, scan_cache_dir
 
     with suppress(CacheNotFound):
-        for repo in sorted(scan_cache_dir().repos, key=lambda repo: repo.repo_id):
+        for repo in sorted(scan_cache_dir(hub_cache()).repos, key=lambda repo: repo.repo_id):
             if repo.repo_type == "model" and repo.revisions:
                 newest = max(repo.revisions, key=lambda revision: revision.last_modified)
                 yield from _in_repository(repo.repo_id, newest.snapshot_path, "the Hub's cache")

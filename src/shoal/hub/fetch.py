@@ -166,9 +166,10 @@ def _read(asked: Order, file: Remote) -> None:
     from huggingface_hub.utils import WeakFileLock, build_hf_headers
 
     blob, part = _blob(asked, file), _part(asked, file)
-    part.parent.mkdir(parents=True, exist_ok=True)
+    for folder in (part.parent, _lock(asked, file).parent):
+        folder.mkdir(parents=True, exist_ok=True)
     address = hf_hub_url(asked.wanted.repository, file.path, revision=asked.commit)
-    with WeakFileLock(part.with_suffix(".lock")), _gone_if_full(part), part.open("ab") as out:
+    with WeakFileLock(_lock(asked, file)), _gone_if_useless(part), part.open("ab") as out:
         if blob.exists():  # another process has read it meanwhile
             return
         if out.tell() > file.size:
@@ -181,12 +182,12 @@ def _read(asked: Order, file: Remote) -> None:
 
 
 @contextmanager
-def _gone_if_full(part: Path) -> Iterator[None]:
-    """Remove a file that a full disk has cut off."""
+def _gone_if_useless(part: Path) -> Iterator[None]:
+    """Remove a file that a full disk has cut off, or that has no byte."""
     try:
         yield
-    except OSError as error:
-        if error.errno in FULL:
+    except BaseException as error:
+        if (isinstance(error, OSError) and error.errno in FULL) or (part.exists() and not part.stat().st_size):
             part.unlink(missing_ok=True)
         raise
 
@@ -218,6 +219,12 @@ def _blob(asked: Order, file: Remote) -> Path:
 def _part(asked: Order, file: Remote) -> Path:
     """Where the bytes of a file are until all are there."""
     return _blob(asked, file).with_name((file.sha256 or file.git) + PART)
+
+
+def _lock(asked: Order, file: Remote) -> Path:
+    """The lock of `huggingface_hub` for a file."""
+    home = storage(asked.wanted.repository)
+    return home.parent / ".locks" / home.name / f"{file.sha256}.lock"
 
 
 def _pointer(asked: Order, file: Remote) -> Path:

@@ -11,6 +11,7 @@ from typing import Any
 from shoal.hub.choose import choose, models_of
 from shoal.hub.fetch import parts_of
 from shoal.hub.names import Wanted
+from shoal.hub.places import hub_cache
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def _cached(repository: str) -> Any | None:
 def _info() -> Any:
     from huggingface_hub import scan_cache_dir
 
-    return scan_cache_dir()
+    return scan_cache_dir(hub_cache())
 
 
 def _name(file: Any, revision: Any) -> str:
