@@ -8,6 +8,7 @@ import pytest
 
 from shoal.hub.choose import quant_of
 from shoal.hub.names import Wanted, parse, table
+from shoal.types import Sampling
 
 
 @pytest.mark.quick(20)
@@ -32,7 +33,7 @@ def test_spellings(name: str, repository: str, choice: str, revision: str | None
 
 
 @pytest.mark.quick(12)
-@pytest.mark.parametrize("name", ["", ".", "./model", "../a/b", "/models/a", "~/a", "a/b/c", "a b", "C:\\models\\a.gguf",
+@pytest.mark.parametrize("name", ["", ".", "./model", "../a/b", "/models/a", "~/a", "a/b/c", "a b", "C:\\m\\a.gguf",
                                   "models/missing.gguf", "missing.gguf", "org/name:"])
 def test_paths_are_no_names(name: str) -> None:
     assert parse(name) is None
@@ -61,4 +62,6 @@ def test_the_table() -> None:
         assert re.fullmatch(r"[a-z0-9.-]+:[a-z0-9.-]+", row.name) and row.repository.count("/") == 1
         assert row.file.endswith(".gguf") and quant_of(row.file) and row.source.startswith("https://")
         assert row.licence and row.purpose and row.billions >= 0
+        assert row.sampling_source.startswith("https://") if row.sampling else not row.sampling_source
+        Sampling(**row.sampling)
     assert len({(row.repository, row.file) for row in rows}) == len(rows)

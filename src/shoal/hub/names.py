@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib.resources import files
 
@@ -34,6 +36,8 @@ class Entry:
         licence: of the weights, as the source says; empty where it does not.
         purpose: what the model is for.
         source: the address that states repository and file.
+        sampling: how to draw, by the fields of `Sampling`, as its makers or those they told recommend; empty for none.
+        sampling_source: the address that states that.
     """
 
     name: str
@@ -43,6 +47,8 @@ class Entry:
     licence: str
     purpose: str
     source: str
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    sampling_source: str = ""
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,14 @@ def table() -> dict[str, Entry]:
     """The short names and what they stand for."""
     rows = json.loads((files("shoal.hub") / TABLE).read_text("utf-8"))
     return {row["name"]: Entry(**row) for row in rows}
+
+
+def entry_of(name: str) -> Entry | None:
+    """The row of the model that a name means, in whatever quantisation; None where the table does not have it."""
+    with suppress(ValueError):
+        wanted = parse(name)
+        return next((row for row in table().values() if wanted and row.repository == wanted.repository), None)
+    return None
 
 
 def parse(name: str) -> Wanted | None:

@@ -13,9 +13,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from shoal.engine.loading.generation_config import of_file, recommended
+from shoal.engine.loading.generation_config import DRAWING, of_file, recommended
 from shoal.engine.loading.gguf_checkpoint import GgufCheckpoint, is_gguf
 from shoal.errors import LAB_INSTALL, Unsupported
+from shoal.hub.names import entry_of
 from shoal.hub.places import find
 from shoal.model.config import WIDTHS
 from shoal.model.gguf.splits import only_model
@@ -164,9 +165,17 @@ class Checkpoint:
         except OSError:
             return None
 
-    def sampling(self, generation_config: Any) -> dict[str, float]:
-        """What the makers recommend for `Sampling`: in a GGUF file's metadata, elsewhere in the generation config."""
-        return recommended(generation_config) if self._gguf is None else of_file(self._gguf.entry)
+    def sampling(self, generation_config: Any) -> tuple[dict[str, float], str]:
+        """What the makers recommend for `Sampling`, and where it stands: "files", an address, or nowhere.
+
+        The files are a GGUF file's metadata, else the generation config. Where they do not say how to draw, the table
+        of short names may.
+        """
+        said = recommended(generation_config) if self._gguf is None else of_file(self._gguf.entry)
+        entry = None if any(name in said for name in DRAWING) else entry_of(self.name)
+        if entry is None or not entry.sampling:
+            return said, "files" if said else ""
+        return {**entry.sampling, **said}, entry.sampling_source
 
     def ends(self) -> dict[str, Any]:
         """What the files themselves say of where an answer ends: options of `eos_ids`."""

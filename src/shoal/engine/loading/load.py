@@ -159,9 +159,11 @@ def _engine(
     made = Engine(runner, tokenizer, model_name=name, eos_token_ids=eos, card=card, model=model, open_model=open_extra,
                   generation_rules=generation_settings(generation))
     made.sampling, made.masked = recommended(generation), masked_of(config)
+    made.sampling_from = "files" if made.sampling else ""
     made.parallel = parallel_token(config)
     if files is not None:
-        made.sampling, made.changed, made.changes = files.sampling(generation), files.changed, files.changes
+        made.sampling, made.sampling_from = files.sampling(generation)
+        made.changed, made.changes = files.changed, files.changes
         made.mtp = files.mtp
     return made
 
