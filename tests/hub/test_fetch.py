@@ -132,6 +132,7 @@ def test_a_storage_without_ranges(at_hub: Hub) -> None:
     assert fetch(found).read_bytes() == at_hub.repositories["org/tiny-GGUF"][FILE]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("longer", [False, True])
 def test_what_is_left_of_another_file_is_found_out(longer: bool, at_hub: Hub) -> None:
     found = asked(TINY)
@@ -156,6 +157,7 @@ def test_a_wrong_hash_keeps_nothing(at_hub: Hub) -> None:
     assert pulled(TINY).name == FILE
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
 def test_damage_in_the_cache_is_found_out(name: str, at_hub: Hub) -> None:
     """By the SHA-256 of large files and the git id of others, where another tool or a disk has spoilt them."""
@@ -214,6 +216,7 @@ def test_what_is_not_there(name: str, message: str, at_hub: Hub) -> None:
         assert re.search(message, refused(name))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("token", [False, True])
 def test_private_and_gated(token: bool, at_hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a token the Hub says 401 of both; with one it says that a private one is there."""

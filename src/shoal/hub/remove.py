@@ -44,25 +44,22 @@ def removal(wanted: Wanted) -> Removal | None:
     if repository is None:
         return Removal(left, (), lambda: _unlink(parts)) if parts else None
     files = {_name(file, revision): file for revision in repository.revisions for file in revision.files}
-    chosen = choose(wanted, files).paths if wanted.choice else ()
-    if chosen and set(models_of(files)) - set(chosen):
-        return _of_files(repository, frozenset(chosen), files)
+    chosen = set(choose(wanted, files).paths) if wanted.choice else set()
+    others = set(models_of(files)) - chosen
+    if chosen and others:
+        needed = {path for other in others for path in choose(Wanted("", wanted.repository, other), files).paths}
+        return _of_files(repository, chosen - needed)
     plan = _info().delete_revisions(*(revision.commit_hash for revision in repository.revisions))
-
-    def execute() -> None:
-        _unlink(parts)
-        plan.execute()
-
-    return Removal(repository.size_on_disk + left, (), execute)
+    return Removal(repository.size_on_disk + left, (), plan.execute)  # with all revisions the whole folder goes
 
 
-def _of_files(repository: Any, chosen: frozenset[str], files: dict[str, Any]) -> Removal:
+def _of_files(repository: Any, chosen: set[str]) -> Removal:
     """Some files in all revisions, and their bytes where no other file has the same."""
     every = [(file, _name(file, revision) in chosen) for revision in repository.revisions for file in revision.files]
     kept = {file.blob_path for file, gone in every if not gone}
     pointers = [file.file_path for file, gone in every if gone]
     blobs = {file.blob_path: file.size_on_disk for file, gone in every if gone and file.blob_path not in kept}
-    return Removal(sum(blobs.values()), tuple(sorted(chosen & set(files))), lambda: _unlink([*pointers, *blobs]))
+    return Removal(sum(blobs.values()), tuple(sorted(chosen)), lambda: _unlink([*pointers, *blobs]))
 
 
 def _cached(repository: str) -> Any | None:
