@@ -5,12 +5,10 @@ from __future__ import annotations
 import io
 import json
 import os
-import pty
 import re
 import select
 import subprocess
 import sys
-import termios
 import time
 from pathlib import Path
 
@@ -135,6 +133,24 @@ def test_without_a_terminal_one_line_says_how(command: str, real: Hub, capsys: p
     assert real.heard == []
 
 
+def test_replicas_find_the_model_here(real: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+    """What could ask, or fetch, is the command alone: its processes have no terminal."""
+    said = failed(capsys, "serve", "--model", NAME, "--port", "0", "--replicas", "2")
+    assert f"Fetch it with: shoal pull {NAME}" in said
+
+
+def test_pull_of_what_is_no_name_of_the_hub(
+    at_hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A known model that is here, one that is not, and a file."""
+    monkeypatch.setenv("SHOAL_MODELS", str(tmp_path))
+    (tmp_path / "mine.gguf").write_bytes(b"mine")
+    assert main(["pull", "mine"]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "mine.gguf")
+    assert f"Put gemma-3-270m-q4_k_m.gguf into {tmp_path}" in failed(capsys, "pull", "gemma3-270m")
+    assert at_hub.heard == []
+
+
 def test_on_a_terminal_it_asks(real: Hub, on_a_terminal: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     on_a_terminal.append("n")
     assert main(["generate", "--model", NAME, *SHORT, "The"]) == 2
@@ -148,7 +164,11 @@ def test_yes_asks_nothing(real: Hub, capsys: pytest.CaptureFixture[str]) -> None
     assert "now?" not in capsys.readouterr().err
 
 
-def test_run_is_a_chat(real: Hub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_is_a_chat(
+    real: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "shoal.toml").write_text('model = "of/others"')
+    monkeypatch.setenv("SHOAL_CONFIG", str(tmp_path / "shoal.toml"))
     assert main(["run", NAME, "The quick", "--yes", *SHORT]) == 0
     once = capsys.readouterr().out
     monkeypatch.setattr("sys.stdin", io.StringIO("The quick\n/exit\n"))
@@ -233,10 +253,15 @@ def test_rm_touches_nothing_of_others(
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pty")
 def test_a_real_terminal_is_asked_and_shown_a_bar(real: Hub, tmp_path: Path) -> None:
+    import fcntl
+    import pty
+    import struct
+    import termios
+
     env = {**os.environ, "HF_ENDPOINT": real.address, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "home"),
            "HF_HUB_CACHE": str(tmp_path / "home"), "NO_PROXY": "*"}
     main_end, other = pty.openpty()
-    termios.tcsetwinsize(other, (24, 80))
+    fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))  # a bar needs a width
     command = [sys.executable, "-m", "shoal", "generate", "--model", NAME, *SHORT, "The"]
     process = subprocess.Popen(command, env=env, stdin=other, stdout=other, stderr=other, close_fds=True)
     os.close(other)

@@ -64,7 +64,8 @@ def test_what_predicts_further_tokens_comes_too() -> None:
 def test_folders() -> None:
     folder = ["config.json", "generation_config.json", "merges.txt", "model-00001-of-00002.safetensors",
               "model-00002-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.model"]
-    aside = ["README.md", "original/params.json", "consolidated.safetensors", "onnx/model.onnx", "pytorch_model.bin", "a.png", "x-Q4_0.gguf"]
+    aside = ["README.md", "a.png", "consolidated.safetensors", "onnx/model.onnx", "original/params.json",
+             "pytorch_model.bin", "x-Q4_0.gguf"]
     found = chosen("", [*folder, *aside])
     assert found.first == "" and sorted(found.paths) == folder
     assert chosen("Q4_0", [*folder, *aside]).first == "x-Q4_0.gguf"

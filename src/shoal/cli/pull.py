@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
+from shoal import catalog
 from shoal.cli.options import bring, common
 from shoal.cli.options.parser import Parser
 
@@ -30,6 +32,8 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Fetch and print where it is."""
+    if (own := catalog.find(args.name)) != args.name or Path(own).exists():
+        return common.show(args, {"name": args.name, "path": own}, own)  # it is no name of the Hub, and is here
     asked = bring.asked(args.name, args.revision)
     if asked is None:
         raise ValueError(f"{args.name!r} is no name of a model on the Hub; give one such as org/name:Q4_K_M")

@@ -18,14 +18,12 @@ EXAMPLES = """examples:
 
 def add_arguments(parser: Parser) -> None:
     """Declare the options."""
-    parser.add_argument("name", metavar="NAME", help="the model, as for --model")
+    parser.add_argument("name", metavar="NAME", help="the model, as for --model, which it goes before")
     parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="answer this and end")
     chat.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Chat, or answer the prompt."""
-    if args.model is not None and args.model != args.name:
-        raise ValueError(f"there are two models: {args.name!r} and --model {args.model!r}; give one")
-    args.model = args.name
+    args.model = args.name  # that of a configuration file is for commands without a name
     return chat.run(args) if args.prompt is None else chat.once(args, args.prompt)

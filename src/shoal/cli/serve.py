@@ -110,10 +110,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _replicas(args: argparse.Namespace, settings: Settings) -> int:
+    bring.ready(args.model, args.revision, yes=args.yes)  # the processes have no terminal to ask on
     from shoal.serve.replicas import Fleet
     from shoal.serve.replicas import run as serve
 
-    bring.ready(args.model, args.revision, yes=args.yes)  # the processes behind it have no terminal to ask on
     fleet = Fleet(args.replicas, args.host, args.port, args.device, settings.grace, args.max_seqs + args.max_waiting)
     serve(partial(_parts, args, settings), fleet)
     return 0
