@@ -219,6 +219,15 @@ def test_rm_of_the_last_one_leaves_nothing(
     assert not (Path(constants.HF_HUB_CACHE) / "models--org--tiny-GGUF").exists()
 
 
+def test_rm_of_one_of_two_repositories_with_the_same_commit(at_hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+    """As a renamed one and its earlier name have: `huggingface_hub` alone would take either."""
+    for removed, kept in (("org/tiny", "org/big-GGUF"), ("org/big-GGUF", "org/tiny")):
+        for name in (removed, kept):
+            assert main(["pull", name]) == 0
+        assert main(["rm", removed, "--yes"]) == 0
+        assert here(parse(removed)) is None and here(parse(kept)) is not None
+
+
 def test_rm_of_an_unfinished_pull(at_hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
     blobs = Path(constants.HF_HUB_CACHE) / "models--org--tiny-GGUF" / "blobs"
     blobs.mkdir(parents=True)

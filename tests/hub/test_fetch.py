@@ -6,6 +6,8 @@ import errno
 import re
 import shutil
 from collections import namedtuple
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +66,7 @@ def test_a_file_and_what_predicts_beside_it(at_hub: Hub) -> None:
     place = fetch(found, said.append)
     assert place.read_bytes() == at_hub.repositories["org/tiny-GGUF"][FILE]
     assert sorted(path.name for path in place.parent.iterdir()) == [FILE, "mtp-Tiny-Q8_0.gguf"]
-    assert said == [f"fetching {FILE}, 180.0 kB", "fetching mtp-Tiny-Q8_0.gguf, 0.7 kB"]
+    assert said == [f"fetching {FILE}, 180.0 kB", "fetching mtp-Tiny-Q8_0.gguf, 700 bytes"]
     assert asked(TINY).missing == 0
 
 
@@ -120,6 +122,21 @@ def test_what_an_interruption_left_is_gone_on_from(at_hub: Hub, monkeypatch: pyt
     assert again.missing == again.nbytes - 70_000
     assert fetch(again, said.append).read_bytes() == at_hub.repositories["org/tiny-GGUF"][FILE]
     assert said[0] == f"fetching {FILE}, 180.0 kB, of which 70.0 kB are here" and at_hub.gets(FILE) == ["bytes=70000-"]
+
+
+def test_what_another_process_has_fetched_meanwhile(at_hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = asked(TINY)
+    blob = Path(constants.HF_HUB_CACHE) / "models--org--tiny-GGUF" / "blobs" / found.files[0].sha256
+
+    @contextmanager
+    def waited(_: Path) -> Iterator[None]:
+        if not blob.exists():
+            blob.write_bytes(at_hub.repositories["org/tiny-GGUF"][FILE])
+        yield
+
+    monkeypatch.setattr("huggingface_hub.utils.WeakFileLock", waited)
+    assert fetch(found).name == FILE
+    assert at_hub.gets(FILE) == [] and not [name for name in blobs() if name.endswith(".part")]
 
 
 def test_a_storage_without_ranges(at_hub: Hub) -> None:

@@ -25,12 +25,14 @@ def test_killed_at_ten_random_moments(tmp_path: Path) -> None:
         env = {**os.environ, "HF_ENDPOINT": server.address, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path),
                "HF_HUB_CACHE": str(tmp_path / "hub"), "NO_PROXY": "*"}
         command = [sys.executable, "-m", "shoal", "pull", "org/big"]
-        for _ in range(10):
+        for number in range(10):
             process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-            time.sleep(drawn.uniform(0.1, 3.5))
+            while len(server.gets()) == number and process.poll() is None:
+                time.sleep(0.01)
+            time.sleep(drawn.uniform(0.0, 1.6))
             process.kill()
             process.communicate()
-        cuts = list(server.gets())
+        assert len(server.gets()) == 10
         server.pause = 0.0
         done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
     place = Path(done.stdout.strip())
@@ -38,5 +40,5 @@ def test_killed_at_ten_random_moments(tmp_path: Path) -> None:
     blobs = tmp_path / "hub" / "models--org--big" / "blobs"
     assert [path.name for path in blobs.iterdir()] == [sha256(data)]
     begins = [int(asked[6:-1] or 0) if asked else 0 for asked in server.gets()]
-    assert begins == sorted(begins) and begins[-1] > 0 and len(cuts) > 4, begins
+    assert begins == sorted(begins) and begins[-1] > 0, begins
     assert "are here" in done.stderr

@@ -126,7 +126,10 @@ def free_bytes(asked: Order) -> tuple[int, Path]:
 
 def amount(size: int) -> str:
     """Bytes as people read them."""
-    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.1f} kB"
+    for unit, bytes_of in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= bytes_of:
+            return f"{size / bytes_of:.{2 if unit == 'GB' else 1}f} {unit}"
+    return f"{size} bytes"
 
 
 def parts_of(repository: str) -> list[Path]:
@@ -169,14 +172,14 @@ def _read(asked: Order, file: Remote) -> None:
     for folder in (part.parent, _lock(asked, file).parent):
         folder.mkdir(parents=True, exist_ok=True)
     address = hf_hub_url(asked.wanted.repository, file.path, revision=asked.commit)
-    with WeakFileLock(_lock(asked, file)), _gone_if_useless(part), part.open("ab") as out:
+    with WeakFileLock(_lock(asked, file)):
         if blob.exists():  # another process has read it meanwhile
             return
-        if out.tell() > file.size:
-            out.truncate(0)
-        http_get(address, out, resume_size=out.seek(0, os.SEEK_END), headers=build_hf_headers(),
-                 expected_size=file.size, displayed_filename=file.path)
-        out.flush()
+        with _gone_if_useless(part), part.open("ab") as out:
+            if out.tell() > file.size:
+                out.truncate(0)
+            http_get(address, out, resume_size=out.seek(0, os.SEEK_END), headers=build_hf_headers(),
+                     expected_size=file.size, displayed_filename=file.path)
         _refuse_other(file, computed_sha256(part), part)
         os.replace(part, blob)
 

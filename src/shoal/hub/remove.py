@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,8 @@ def removal(wanted: Wanted) -> Removal | None:
     if chosen and others:
         needed = {path for other in others for path in choose(Wanted("", wanted.repository, other), files).paths}
         return _of_files(repository, chosen - needed)
-    plan = _info().delete_revisions(*(revision.commit_hash for revision in repository.revisions))
+    alone = replace(_info(), repos=frozenset({repository}))  # renamed repositories and copies have equal commits
+    plan = alone.delete_revisions(*(revision.commit_hash for revision in repository.revisions))
     return Removal(repository.size_on_disk + left, (), plan.execute)  # with all revisions the whole folder goes
 
 
