@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from huggingface_hub import constants, file_download, hf_hub_download, try_to_load_from_cache
+from huggingface_hub.errors import HTTPError
 from huggingface_hub.utils import _http, close_session
 
 from hub_fixtures import use
@@ -103,6 +104,26 @@ def test_an_answer_that_breaks_off_is_asked_for_from_there(at_hub: Hub) -> None:
     pulled(TINY)
     starts = [int(asked.split("=")[1].split("-")[0]) if asked else 0 for asked in at_hub.gets(FILE)]
     assert starts[0] == 0 and len(starts) == 4 and starts == sorted(set(starts))
+
+
+@pytest.mark.parametrize("brought", [70_000, 0])
+@pytest.mark.quick(2)
+def test_whoever_gives_up_it_is_asked_for_again(brought: int, at_hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As older versions of `huggingface_hub` do at once; not where nothing came."""
+    real, tried = file_download.http_get, []
+
+    def gives_up(url: str, out: Any, **options: Any) -> None:
+        tried.append(options["resume_size"])
+        if len(tried) > 1:
+            return real(url, out, **options)
+        out.write(at_hub.repositories["org/tiny-GGUF"][FILE][:brought])
+        raise HTTPError("cut")
+
+    monkeypatch.setattr(file_download, "http_get", gives_up)
+    if brought:
+        assert pulled(TINY).name == FILE and at_hub.gets(FILE) == ["bytes=70000-"]
+    else:
+        assert "cannot be reached (cut)" in refused(TINY) and tried == [0] and blobs() == []
 
 
 def test_what_an_interruption_left_is_gone_on_from(at_hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,8 @@ from shoal.hub.places import storage
 from shoal.user_cache import computed_sha256, sha256
 
 PART = ".part"
+_BREAKS = 20
+"""How often an answer may break off before a pull ends."""
 
 
 @dataclass(frozen=True)
@@ -165,23 +167,45 @@ def _bring(asked: Order, file: Remote, say: Callable[[str], object]) -> Path:
 
 def _read(asked: Order, file: Remote) -> None:
     """Read a large file to its end, check it, and put it among the cache's blobs."""
-    from huggingface_hub.file_download import hf_hub_url, http_get
-    from huggingface_hub.utils import WeakFileLock, build_hf_headers
+    from huggingface_hub.file_download import hf_hub_url
+    from huggingface_hub.utils import WeakFileLock
 
     blob, part = _blob(asked, file), _part(asked, file)
     for folder in (part.parent, _lock(asked, file).parent):
         folder.mkdir(parents=True, exist_ok=True)
-    address = hf_hub_url(asked.wanted.repository, file.path, revision=asked.commit)
     with WeakFileLock(_lock(asked, file)):
         if blob.exists():  # another process has read it meanwhile
             return
-        with _gone_if_useless(part), part.open("ab") as out:
-            if out.tell() > file.size:
-                out.truncate(0)
-            http_get(address, out, resume_size=out.seek(0, os.SEEK_END), headers=build_hf_headers(),
-                     expected_size=file.size, displayed_filename=file.path)
+        with _gone_if_useless(part):
+            _read_on(hf_hub_url(asked.wanted.repository, file.path, revision=asked.commit), part, file)
         _refuse_other(file, computed_sha256(part), part)
         os.replace(part, blob)
+
+
+def _read_on(address: str, part: Path, file: Remote) -> None:
+    """Read the rest of a file. Where an answer breaks off it is asked for from there, if that has brought something.
+
+    Newer versions of `huggingface_hub` do so themselves, older ones at some errors only.
+    """
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError
+    from huggingface_hub.file_download import http_get
+    from huggingface_hub.utils import build_hf_headers
+
+    for tried in range(1, _BREAKS + 1):
+        with part.open("ab") as out:
+            if out.tell() > file.size:  # it can be no beginning of the file
+                out.truncate(0)
+            begin = out.seek(0, os.SEEK_END)
+            try:
+                http_get(address, out, resume_size=begin, headers=build_hf_headers(), expected_size=file.size,
+                         displayed_filename=file.path)
+                return
+            except HfHubHTTPError:
+                raise
+            except (HTTPError, OSError) as error:
+                full = isinstance(error, OSError) and error.errno is not None  # without a number, a size is wrong
+                if full or tried == _BREAKS or out.seek(0, os.SEEK_END) <= begin:
+                    raise
 
 
 @contextmanager
