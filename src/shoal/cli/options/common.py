@@ -171,7 +171,11 @@ def make_scheduler(args: argparse.Namespace, engine: Engine, **more: Any) -> Sch
     """The scheduler that the options ask for."""
     from shoal.engine.scheduling.batching import Policy
     from shoal.engine.scheduling.scheduler import Scheduler
+    from shoal.speculative.draft import check_least
 
+    for option in ("max_seqs", "max_waiting", "prefill_chunk"):
+        if (count := getattr(args, option, None)) is not None:
+            check_least(f"--{option.replace('_', '-')}", count, 1)
     patience = math.inf if args.patience is None else args.patience
     kv, prefixes = (None if gib is None else int(gib * 2**30) for gib in (args.kv_gib, args.prefix_gib))
     return Scheduler(engine, policy=Policy(args.admission, patience), max_seqs=args.max_seqs, kv_bytes=kv,
