@@ -20,7 +20,8 @@ from shoal.engine.memory.memory_limit import SPARE, MemoryLimit
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.serve.protocol.bodies import ChatBody, CompletionBody, Extras
 from shoal.serve.protocol.fields import CHAT as CHAT_UNREAD
-from shoal.serve.protocol.fields import COMPLETION, OF_PEERS, RESPONSES
+from shoal.serve.protocol.fields import COMPLETION, MESSAGES, OF_PEERS, RESPONSES
+from shoal.serve.protocol.messages import MessageBody
 from shoal.serve.protocol.responses import ResponseBody
 
 PLAIN = {"model": MODEL, "prompt": "Some words", "max_tokens": 2}
@@ -239,11 +240,14 @@ def test_tools_of_a_response_are_a_list(server: Running, tools: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", ["completions", "chat/completions", "responses"])
+@pytest.mark.parametrize("path", ["completions", "chat/completions", "responses", "messages"])
 def test_no_value_of_any_field_is_a_500(path: str) -> None:
-    read = {"completions": CompletionBody, "chat/completions": ChatBody, "responses": ResponseBody}[path].model_fields
-    unread = {"completions": COMPLETION, "chat/completions": CHAT_UNREAD, "responses": RESPONSES}[path]
-    asked = {"completions": PLAIN, "chat/completions": CHAT, "responses": {"model": MODEL, "input": "Hi"}}[path]
+    read = {"completions": CompletionBody, "chat/completions": ChatBody, "responses": ResponseBody,
+            "messages": MessageBody}[path].model_fields
+    unread = {"completions": COMPLETION, "chat/completions": CHAT_UNREAD, "responses": RESPONSES,
+              "messages": MESSAGES}[path]
+    asked = {"completions": PLAIN, "chat/completions": CHAT, "responses": {"model": MODEL, "input": "Hi"},
+             "messages": CHAT}[path]
     limits = {"max_tokens": 4, "default_max_tokens": 2, "max_n": 2}
     with serving(tiny_engine(), **limits) as server, httpx.Client(timeout=60) as client:
         for field in sorted({*read, *Extras.model_fields, *unread} - {*OF_PEERS, "stream"}):

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from datetime import datetime, timezone
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -23,6 +24,7 @@ from shoal.serve.middleware import LOCAL, Gate
 from shoal.serve.playground import Playground
 from shoal.serve.protocol.bodies import ChatBody, CompletionBody, PlanBody, read, validated
 from shoal.serve.protocol.fields import IGNORED
+from shoal.serve.protocol.messages import MessageBody
 from shoal.serve.protocol.responses import ResponseBody
 from shoal.serve.protocol.tokens import DetokenizeBody, TokenizeBody, TokenRoutes
 from shoal.serve.settings import Settings
@@ -56,6 +58,8 @@ def create_app(scheduler: Scheduler, settings: Settings, metrics: Metrics | None
     app.post("/v1/chat/completions", openapi_extra=_body(ChatBody))(handler.chat)
     app.post("/v1/completions", openapi_extra=_body(CompletionBody))(handler.complete)
     app.post("/v1/responses", openapi_extra=_body(ResponseBody))(handler.respond)
+    app.post("/v1/messages", openapi_extra=_body(MessageBody))(handler.message)
+    app.post("/v1/messages/count_tokens", openapi_extra=_body(MessageBody))(handler.count)
     _add_models(app, scheduler, settings)
     _add_state(app, scheduler, metrics, settings)
     routes = TokenRoutes(scheduler, settings)
@@ -68,13 +72,15 @@ def create_app(scheduler: Scheduler, settings: Settings, metrics: Metrics | None
 
 
 def _add_models(app: FastAPI, scheduler: Scheduler, settings: Settings) -> None:
-    card = {"id": settings.model_name, "object": "model", "created": int(time.time()), "owned_by": "shoal",
-            "max_model_len": scheduler.engine.runner.max_positions}
+    made, name, most = int(time.time()), settings.model_name, scheduler.engine.runner.max_positions
+    card = {"id": name, "object": "model", "created": made, "owned_by": "shoal", "max_model_len": most,
+            "type": "model", "display_name": name, "lifecycle": "active", "max_input_tokens": most,
+            "created_at": datetime.fromtimestamp(made, timezone.utc).isoformat(), "max_tokens": settings.max_tokens}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """The one model."""
-        return {"object": "list", "data": [card]}
+        """The one model, in the forms of OpenAI and Anthropic."""
+        return {"object": "list", "data": [card], "has_more": False, "first_id": name, "last_id": name}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
@@ -134,9 +140,9 @@ def _body(kind: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": kind.model_json_schema()}}}}
 
 
-async def _error(_: Request, error: Exception) -> Response:
+async def _error(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         error = ApiError(error.status_code, str(error.detail), headers=error.headers or {})
     elif isinstance(error, RecursionError):
         error = ApiError(400, "the request is nested too deeply")
-    return (error if isinstance(error, ApiError) else failed("a request", error)).response()
+    return (error if isinstance(error, ApiError) else failed("a request", error)).response(request.url.path)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from pydantic import BaseModel
 
 from shoal.decode.text.pieces import TokenBytes
 from shoal.engine.constraints.monitor import Monitor, python_members
@@ -20,16 +21,20 @@ from shoal.serve.answer import Answer, Compiling
 from shoal.serve.errors import LOG, ApiError, failed, no_model, refused
 from shoal.serve.metrics import Metrics, extra_counts, report
 from shoal.serve.middleware import GONE, note
+from shoal.serve.protocol import messages, responses
 from shoal.serve.protocol.bodies import Body, ChatBody, CompletionBody, Extras, parse, read, validated
-from shoal.serve.protocol.fields import RESPONSES, named, sorted_out
+from shoal.serve.protocol.fields import MESSAGES, RESPONSES, Unread, named, sorted_out
 from shoal.serve.protocol.logprobs import Echo, TokenNames, echo_of
-from shoal.serve.protocol.responses import ResponseBody, ResponseWire, as_chat
+from shoal.serve.protocol.messages import MessageBody, MessageWire
+from shoal.serve.protocol.responses import ResponseBody, ResponseWire
 from shoal.serve.protocol.tokens import apart, chat_ids, conversation, prompts_of
 from shoal.serve.protocol.tools import Tools
-from shoal.serve.protocol.wire import ChatWire, CompletionWire, Wire, with_steps
+from shoal.serve.protocol.wire import ChatWire, CompletionWire, Json, Wire, with_steps
 from shoal.serve.settings import Settings
 
 _COMPLETION_TOKENS = 16
+_UNSHOWN = ("metrics", "steps", "canvas", "return_tokens_as_token_ids")
+"""Fields for which answers in other forms than OpenAI's older ones have no place."""
 _MOST_TOLD = 1000
 
 
@@ -51,13 +56,7 @@ class RequestHandler:
 
     async def respond(self, request: Request) -> Response:
         """Answer a conversation, in the newer form."""
-        known = {*Extras.model_fields, *ResponseBody.model_fields}
-        given, ignored = sorted_out(read(await request.body()), known, RESPONSES, self._settings.strict)
-        unshown = ("metrics", "steps", "canvas", "return_tokens_as_token_ids")
-        ignored += [name for name in unshown if given.pop(name, None)]
-        chat = as_chat(given)
-        body = validated(chat, ChatBody)
-        body.check()
+        chat, body, ignored = self._translated(await request.body(), ResponseBody, RESPONSES, responses.as_chat)
 
         def wire(answer: Answer, tools: Tools | None) -> Wire:
             how = answer.entries[0].seq.sampling
@@ -65,13 +64,47 @@ class RequestHandler:
 
         return await self._converse(request, body, ignored, wire)
 
+    async def message(self, request: Request) -> Response:
+        """Answer a conversation, in Anthropic's form."""
+        _, body, ignored = self._translated(await request.body(), MessageBody, MESSAGES, messages.as_chat)
+
+        def wire(answer: Answer, tools: Tools | None) -> Wire:
+            return MessageWire(body.model, tools, answer.entries[0].seq)
+
+        return await self._converse(request, body, ignored, wire)
+
+    async def count(self, request: Request) -> Response:
+        """The number of tokens of such a conversation."""
+        _, body, ignored = self._translated(await request.body(), MessageBody, MESSAGES, messages.as_chat)
+        self._check(body, 1)
+        ids, _, more = await self._prompt(body)
+        return self._noted(JSONResponse({"input_tokens": len(ids)}), [*ignored, *more])
+
+    def _translated(
+        self, raw: bytes, kind: type[BaseModel], unread: Mapping[str, Unread], as_chat: Callable[[Json], Json]
+    ) -> tuple[Json, ChatBody, list[str]]:
+        """A request in another form as a chat, as it was translated and as it was checked, and what has no effect."""
+        known = {*Extras.model_fields, *kind.model_fields}
+        given, ignored = sorted_out(read(raw), known, unread, self._settings.strict)
+        ignored += [name for name in _UNSHOWN if given.pop(name, None)]
+        chat = as_chat(given)
+        body = validated(chat, ChatBody)
+        body.check()
+        if body.n > 1:
+            raise refused("n_cmpl", f"n_cmpl is {body.n}; this route gives one answer")
+        return chat, body, ignored
+
+    async def _prompt(self, body: ChatBody) -> tuple[list[int], Tools | None, list[str]]:
+        """The token ids of a conversation, the tools that may be called, and the names of what has no effect in it."""
+        tools = body.tools_for(getattr(self._tokenizer, "chat_template", None))
+        told, ignored = conversation(body.messages, self._tokenizer, self._settings.strict)
+        return await apart(chat_ids, told, self._tokenizer, body.variables(tools, told)), tools, ignored
+
     async def _converse(
         self, request: Request, body: ChatBody, ignored: Sequence[str], wire: Callable[[Answer, Tools | None], Wire]
     ) -> Response:
         limit = body.limit(self._settings.default_max_tokens, self._settings.max_tokens)
-        tools = body.tools_for(getattr(self._tokenizer, "chat_template", None))
-        told, more = conversation(body.messages, self._tokenizer, self._settings.strict)
-        ids = await apart(chat_ids, told, self._tokenizer, body.variables(tools, told))
+        ids, tools, more = await self._prompt(body)
         self._check(body, 1)
         answer = await self._start(request, body, [ids], limit, tools)
         return self._noted(await self._answer(request, body, answer, wire(answer, tools)), [*ignored, *more])

@@ -64,7 +64,10 @@ class StopState:
     Attributes:
         room: how many more tokens the limits allow.
         finish_reason: why the sequence ended; None while it runs. "length" from the start if there is no room.
+        stop_string: the stop string that ended it, if one did.
     """
+
+    stop_string: str | None = None
 
     def __init__(self, rules: StopRules, tokenizer: Any | None, prompt_ids: Sequence[int]) -> None:
         if rules.stop_strings and tokenizer is None:
@@ -149,7 +152,11 @@ class StopState:
     def _find(self, text: str) -> int | None:
         """Index at which the first stop string cuts the text; None without one."""
         found = [(at, at + len(stop)) for stop in self._rules.stop_strings if (at := text.find(stop)) >= 0]
-        return min(found)[self._rules.keep_stop] if found else None
+        if not found:
+            return None
+        begin, end = min(found)
+        self.stop_string = text[begin:end]
+        return end if self._rules.keep_stop else begin
 
 
 def _truth(criterion: Criterion, found: Any) -> bool:

@@ -207,6 +207,25 @@ RESPONSES: dict[str, Unread] = {
     "image": Refused("the model makes text only"),
 }
 """Of `/v1/responses`."""
+_KEPT_WHOLE: tuple[Any, ...] = ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]})
+MESSAGES: dict[str, Unread] = {
+    **{name: field for name, field in OF_PEERS.items() if name not in ("system", "thinking")},
+    "metadata": Ignored("nothing is stored", ({},)),
+    "service_tier": Ignored("there is one tier", ("auto", "standard_only")),
+    "cache_control": Ignored("the cache matches prompts by their beginnings only"),
+    "speed": Ignored("there is one speed", ("standard",)),
+    **dict.fromkeys(("billing_policy", "fallback_credit_token", "inference_geo", "user_profile_id", "workspace_id"),
+                    Ignored("the server has no accounts")),
+    "betas": Ignored("the server has no features on trial", ([],)),
+    "diagnostics": Ignored("nothing is stored"),
+    "fallbacks": Refused("there is no other model", ([],)),
+    "container": Refused("the server runs no code"),
+    "mcp_servers": Refused("the server calls no tools itself", ([],)),
+    "context_management": Refused("send what the model is to see", _KEPT_WHOLE),
+    "compaction": Refused("send what the model is to see"),
+    "thread": Refused("nothing is stored: send the whole conversation"),
+}
+"""Of `/v1/messages`."""
 IGNORED = "x-shoal-ignored"
 """The response header with the names of the request's fields that had no effect."""
 _MOST_NAMED = 64

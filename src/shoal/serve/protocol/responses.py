@@ -54,15 +54,16 @@ def as_chat(given: Mapping[str, Any]) -> Json:
     chat["tools"] = [_nested(tool) for tool in tools]
     choice = given.get("tool_choice")
     chat["tool_choice"] = _nested(choice) if isinstance(choice, Mapping) else choice
-    wanted = _part(given, "text").get("format")
+    wanted = part_of(given, "text").get("format")
     if isinstance(wanted, Mapping) and wanted.get("type") == "json_schema":
         wanted = {"type": "json_schema", "json_schema": {name: wanted[name] for name in wanted if name != "type"}}
     chat["response_format"] = wanted
-    chat["reasoning_effort"] = _part(given, "reasoning").get("effort")
+    chat["reasoning_effort"] = part_of(given, "reasoning").get("effort")
     return chat
 
 
-def _part(given: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def part_of(given: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A field that is an object, {} where it is missing; ApiError 400 where it is something else."""
     value = given.get(name) or {}
     if not isinstance(value, Mapping):
         raise refused(name, f"{name} must be an object")
@@ -132,22 +133,22 @@ class ResponseWire(Wire):
     @override
     def opening(self, count: int) -> str:
         begun = self._response(None, None)
-        return _text_of(self._event(f"response.{kind}", response=begun) for kind in ("created", "in_progress"))
+        return text_of(self._event(f"response.{kind}", response=begun) for kind in ("created", "in_progress"))
 
     @override
     def events(self, came: Sequence[tuple[int, Step | Placed]], usage: Json | None) -> str:
         steps = (item for _, item in came if isinstance(item, Step))
-        return _text_of(one for step in steps for one in self._read(step.text, step.finish_reason))
+        return text_of(one for step in steps for one in self._read(step.text, step.finish_reason))
 
     @override
     def closing(self, results: Sequence[Result], usage: Json, more: Json) -> str:
         reason = results[0].finish_reason
         kind = "incomplete" if reason == "length" else "completed"
-        return _text_of([self._event(f"response.{kind}", response=self._response(reason, usage))])
+        return text_of([self._event(f"response.{kind}", response=self._response(reason, usage))])
 
     @override
     def error(self, error: ApiError) -> str:
-        return _text_of([self._event("error", message=error.message, code=error.code, param=error.param)])
+        return text_of([self._event("error", message=error.message, code=error.code, param=error.param)])
 
     def _read(self, text: str, reason: str | None) -> Iterator[Json]:
         """Events of a piece of text; with a finish reason, it is the last one."""
@@ -167,8 +168,8 @@ class ResponseWire(Wire):
             item = {"type": "message", "id": f"msg_{uuid.uuid4().hex}", "role": "assistant", "content": [],
                     "status": "in_progress"}
             yield self._event("response.output_item.added", output_index=len(self._items), item=dict(item))
-            self._items.append({**item, "content": [_part_of("")]})
-            yield self._in_text("response.content_part.added", part=_part_of(""))
+            self._items.append({**item, "content": [_text_part("")]})
+            yield self._in_text("response.content_part.added", part=_text_part(""))
         self._items[-1]["content"][0]["text"] += text
         yield self._in_text("response.output_text.delta", delta=text, logprobs=[])
 
@@ -178,7 +179,7 @@ class ResponseWire(Wire):
             item, text = self._items[-1], self._items[-1]["content"][0]["text"]
             item["status"] = "completed"
             yield self._in_text("response.output_text.done", text=text, logprobs=[])
-            yield self._in_text("response.content_part.done", part=_part_of(text))
+            yield self._in_text("response.content_part.done", part=_text_part(text))
             yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
 
     def _call(self, call: Mapping[str, Any]) -> Iterator[Json]:
@@ -218,7 +219,7 @@ class ResponseWire(Wire):
         }  # fmt: skip
 
 
-def _part_of(text: str) -> Json:
+def _text_part(text: str) -> Json:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
@@ -229,5 +230,6 @@ def _usage(usage: Mapping[str, Any]) -> Json:
             "input_tokens_details": {"cache_write_tokens": 0, **usage["prompt_tokens_details"]}, **more}
 
 
-def _text_of(events: Iterable[Json]) -> str:
+def text_of(events: Iterable[Json]) -> str:
+    """Server-sent events that bear the names of their types."""
     return "".join(event(one, one["type"]) for one in events)
