@@ -27,6 +27,7 @@ from shoal.serve.protocol.fields import MESSAGES, RESPONSES, Unread, named, sort
 from shoal.serve.protocol.logprobs import Echo, TokenNames, echo_of
 from shoal.serve.protocol.messages import MessageBody, MessageWire
 from shoal.serve.protocol.responses import ResponseBody, ResponseWire
+from shoal.serve.protocol.thoughts import Reading, ThoughtLimit, thoughts_of
 from shoal.serve.protocol.tokens import apart, chat_ids, conversation, prompts_of
 from shoal.serve.protocol.tools import Tools
 from shoal.serve.protocol.wire import ChatWire, CompletionWire, Json, Wire, with_steps
@@ -36,6 +37,7 @@ _COMPLETION_TOKENS = 16
 _UNSHOWN = ("metrics", "steps", "canvas", "return_tokens_as_token_ids")
 """Fields for which answers in other forms than OpenAI's older ones have no place."""
 _MOST_TOLD = 1000
+_PLAIN = Reading()
 
 
 class RequestHandler:
@@ -52,15 +54,15 @@ class RequestHandler:
         """Answer a conversation."""
         body, ignored = parse(await request.body(), ChatBody, self._settings.strict)
         names = TokenNames(self._vocabulary, body.return_tokens_as_token_ids)
-        return await self._converse(request, body, ignored, lambda _, tools: ChatWire(body, names, tools))
+        return await self._converse(request, body, ignored, lambda _, reading: ChatWire(body, names, reading))
 
     async def respond(self, request: Request) -> Response:
         """Answer a conversation, in the newer form."""
         chat, body, ignored = self._translated(await request.body(), ResponseBody, RESPONSES, responses.as_chat)
 
-        def wire(answer: Answer, tools: Tools | None) -> Wire:
+        def wire(answer: Answer, reading: Reading) -> Wire:
             how = answer.entries[0].seq.sampling
-            return ResponseWire({**chat, "temperature": how.temperature, "top_p": how.top_p}, tools)
+            return ResponseWire({**chat, "temperature": how.temperature, "top_p": how.top_p}, reading)
 
         return await self._converse(request, body, ignored, wire)
 
@@ -68,8 +70,8 @@ class RequestHandler:
         """Answer a conversation, in Anthropic's form."""
         _, body, ignored = self._translated(await request.body(), MessageBody, MESSAGES, messages.as_chat)
 
-        def wire(answer: Answer, tools: Tools | None) -> Wire:
-            return MessageWire(body.model, tools, answer.entries[0].seq)
+        def wire(answer: Answer, reading: Reading) -> Wire:
+            return MessageWire(body.model, reading, answer.entries[0].seq)
 
         return await self._converse(request, body, ignored, wire)
 
@@ -101,13 +103,14 @@ class RequestHandler:
         return await apart(chat_ids, told, self._tokenizer, body.variables(tools, told)), tools, ignored
 
     async def _converse(
-        self, request: Request, body: ChatBody, ignored: Sequence[str], wire: Callable[[Answer, Tools | None], Wire]
+        self, request: Request, body: ChatBody, ignored: Sequence[str], wire: Callable[[Answer, Reading], Wire]
     ) -> Response:
         limit = body.limit(self._settings.default_max_tokens, self._settings.max_tokens)
         ids, tools, more = await self._prompt(body)
         self._check(body, 1)
-        answer = await self._start(request, body, [ids], limit, tools)
-        return self._noted(await self._answer(request, body, answer, wire(answer, tools)), [*ignored, *more])
+        reading = Reading(tools, thoughts_of(self._tokenizer, ids, body.thoughts_shown))
+        answer = await self._start(request, body, [ids], limit, reading, body.thoughts_limit)
+        return self._noted(await self._answer(request, body, answer, wire(answer, reading)), [*ignored, *more])
 
     def _noted(self, answer: Response, ignored: Sequence[str]) -> Response:
         """The response, with the names of fields without effect in a header; each name is logged once."""
@@ -161,7 +164,8 @@ class RequestHandler:
         return JSONResponse(wire.answer(choices, usage))
 
     async def _start(
-        self, request: Request, body: Body, prompts: Sequence[Any], limit: int, tools: Tools | None = None
+        self, request: Request, body: Body, prompts: Sequence[Any], limit: int, reading: Reading = _PLAIN,
+        thoughts_limit: int | None = None,
     ) -> Answer:
         """Queue a request."""
         method = policy.choose(body.method, body.method_args, self._settings)
@@ -171,12 +175,16 @@ class RequestHandler:
         wanted = 0 if body.alternatives is None and body.answers > body.n else body.alternatives
         options = {**body.options(self._scheduler.engine.sampling), "method": method, "max_new_tokens": limit,
                    "logprobs": wanted}
+        tools, thoughts = reading.tools, reading.thoughts
         bound = options["constraint"] if tools is None or tools.constraint is None else tools.constraint
         if self._settings.members_folder and isinstance(bound, Monitor):  # requests name none but that of members
             bound = python_members(self._settings.members_folder)
-        options["constraint"] = bound
+        if thoughts is not None and thoughts_limit is not None:
+            options["logits_processor"] = [ThoughtLimit(thoughts, self._tokenizer, len(prompts[0]), thoughts_limit)]
+        options["constraint"] = bound if thoughts is None else thoughts.before(bound)
         await self._compiling(options["constraint"])
-        answer = Answer(self._scheduler, body.answers, self._settings.timeout, self._settings.max_n, body.canvas)
+        answer = Answer(self._scheduler, body.answers, self._settings.timeout, self._settings.max_n, body.canvas,
+                        thoughts)
         await answer.start(prompts, options)
         seq = answer.entries[0].seq
         note(request.scope, seed=seq.seed, sampling=seq.sampling.shown())

@@ -145,7 +145,7 @@ class StopState:
     def _release(self) -> str:
         """The held text without the longest suffix that may begin a stop string."""
         text, stops = self._held, self._rules.stop_strings
-        at = len(text) - max([_overlap(text, stop) for stop in stops]) if stops else len(text)
+        at = len(text) - max([overlap(text, stop) for stop in stops]) if stops else len(text)
         self._held = text[at:]
         return text[:at]
 
@@ -168,7 +168,7 @@ def _truth(criterion: Criterion, found: Any) -> bool:
                          "True or False, or a tensor or list of them") from None
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)

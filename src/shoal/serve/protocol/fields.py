@@ -36,7 +36,6 @@ _MEDIA = "the model reads text only"
 _SPREAD = "one process reads prompts and answers them"
 _ROUTED = "there is one engine, and requests are taken in the order in which they come"
 _HIDDEN = "the model's internals are not reported"
-_THOUGHTS = "thoughts stay in the text where the model puts them"
 _TAGS = "an answer is bound from its first token to its last; give a schema, a pattern or a grammar"
 
 OF_PEERS: dict[str, Unread] = {
@@ -68,8 +67,6 @@ OF_PEERS: dict[str, Unread] = {
     "watermarking": Refused("answers have no watermark", (False,)),
     "repetition_detection": Refused("use `repetition_penalty`, or `stop`"),
     "stop_regex": Refused("use `stop`, or bind the answer by `guided_regex`", ([], "")),
-    **dict.fromkeys(("thinking_token_budget", "reasoning_budget_tokens"),
-                    Refused("thoughts are not counted apart; use `max_tokens`", (-1,))),
     **dict.fromkeys(("custom_logit_processor", "logits_processors"), Refused("a request brings no code", ([], ""))),
     "custom_params": Ignored("read by a request's own code, which is refused", ({},)),
     "vllm_xargs": Refused("there are no extensions; see `method_args`", ({},)),
@@ -127,11 +124,8 @@ OF_PEERS: dict[str, Unread] = {
     "sse_ping_interval": Ignored("a stream is silent between tokens"),
     "stream_interval": Ignored("tokens come as they are made", (1,)),
     "verbose": Ignored("`metrics` and `steps` have more", (False,)),
-    "include_reasoning": Refused(_THOUGHTS, (True,)),
-    "separate_reasoning": Ignored(_THOUGHTS, (False,)),
-    **dict.fromkeys(("stream_reasoning", "reasoning_in_content"), Ignored(_THOUGHTS, (True,))),
-    "reasoning_format": Refused(_THOUGHTS, ("none", "auto")),
-    "reasoning_control": Refused("use `max_tokens`", (False,)),
+    "stream_reasoning": Ignored("thoughts come as they are made", (True,)),
+    "reasoning_control": Refused("use `reasoning_budget_tokens`", (False,)),
     "parse_tool_calls": Refused("calls are read where `tools` are given", (True,)),
     "_debug_render_only": Refused("ask `/tokenize`", (False,)),
     # how a request is carried

@@ -16,7 +16,7 @@ from shoal.decode.sequence import SequenceState
 from shoal.engine.scheduling.request_handle import Placed
 from shoal.serve.errors import MESSAGES_ROUTE, ApiError, refused
 from shoal.serve.protocol.responses import part_of, text_of
-from shoal.serve.protocol.tools import CallReader, Tools
+from shoal.serve.protocol.thoughts import Reading
 from shoal.serve.protocol.wire import Json, Wire, event
 from shoal.types import Result, Step
 
@@ -46,6 +46,7 @@ _OWN = ("system", "stop_sequences", "tools", "tool_choice", "thinking", "output_
 """Fields that a chat does not have in this form."""
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _SEVERAL = "disable_parallel_tool_use"
+_THINKING = ("adaptive", "enabled", "disabled")
 _REASONS = {"stop": "end_turn", "length": "max_tokens"}
 
 
@@ -125,11 +126,14 @@ def _choice(choice: Any) -> Json:
 
 
 def _thinking(asked: Mapping[str, Any]) -> Json:
-    """The template's own word for it."""
+    """Whether to think, for how many tokens, and whether to tell."""
     kind = asked.get("type")
-    if kind not in (None, "adaptive", "disabled"):
-        raise refused("thinking", f"thinking.type is {kind!r}; it must be adaptive or disabled")
-    return {} if kind is None else {"enable_thinking": kind != "disabled"}
+    if kind not in (None, *_THINKING):
+        raise refused("thinking", f"thinking.type is {kind!r}; it must be {', '.join(_THINKING)}")
+    if kind is None:
+        return {}
+    hidden = {"include_reasoning": False} if asked.get("display") == "omitted" else {}
+    return {"enable_thinking": kind != "disabled", "reasoning_budget_tokens": asked.get("budget_tokens"), **hidden}
 
 
 def _output(asked: Mapping[str, Any], older: Any) -> Json:
@@ -148,8 +152,8 @@ def _output(asked: Mapping[str, Any], older: Any) -> Json:
 class MessageWire(Wire):
     """Writes the answer, whole or as events; `seq` is the sequence behind it, which knows what ended it."""
 
-    def __init__(self, model: str, tools: Tools | None, seq: SequenceState) -> None:
-        self._seq, self._reader = seq, None if tools is None else CallReader(tools)
+    def __init__(self, model: str, reading: Reading, seq: SequenceState) -> None:
+        self._seq, self._reader = seq, reading.reader()
         self._head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": model}
         self._blocks: list[Json] = []
         self._open = False
@@ -190,22 +194,25 @@ class MessageWire(Wire):
 
     def _read(self, text: str, reason: str | None) -> Iterator[Json]:
         """Events of a piece of text; with a finish reason, it is the last one."""
-        last, reader = reason is not None, self._reader
-        delta: Json = {"content": text} if reader is None else reader.read(text, last, reason == "length")
+        last = reason is not None
+        delta = self._reader.read(text, last, reason == "length")
+        if delta.get("reasoning_content"):
+            yield from self._speak("thinking", delta["reasoning_content"])
         if delta.get("content"):
-            yield from self._speak(delta["content"])
+            yield from self._speak("text", delta["content"])
         for call in delta.get("tool_calls", ()):
             yield from self._finish()
             yield from self._call(call)
         if last:
             yield from self._finish()
 
-    def _speak(self, text: str) -> Iterator[Json]:
-        """Events of a piece of a block of text; begins one if none is open."""
-        if not self._open:
-            yield self._begin({"type": "text", "text": ""})
-        self._blocks[-1]["text"] += text
-        yield self._delta({"type": "text_delta", "text": text})
+    def _speak(self, kind: str, text: str) -> Iterator[Json]:
+        """Events of a piece of a block of that kind; begins one if none is open."""
+        if not self._open or self._blocks[-1]["type"] != kind:
+            yield from self._finish()
+            yield self._begin({"type": kind, kind: "", **({"signature": ""} if kind == "thinking" else {})})
+        self._blocks[-1][kind] += text
+        yield self._delta({"type": f"{kind}_delta", kind: text})
 
     def _call(self, call: Mapping[str, Any]) -> Iterator[Json]:
         function = call["function"]
@@ -227,6 +234,8 @@ class MessageWire(Wire):
         """The event that ends the open block, if there is one."""
         if self._open:
             self._open = False
+            if self._blocks[-1]["type"] == "thinking":  # which clients wait for; there is nothing to sign
+                yield self._delta({"type": "signature_delta", "signature": ""})
             yield {"type": "content_block_stop", "index": len(self._blocks) - 1}
 
 
@@ -239,6 +248,8 @@ def _parsed(arguments: str) -> Any:
 
 def _usage(usage: Mapping[str, Any]) -> Json:
     more = {name: usage[name] for name in ("draft_n", "draft_n_accepted") if name in usage}
+    thought = usage.get("completion_tokens_details", {}).get("reasoning_tokens")
+    details = {} if thought is None else {"output_tokens_details": {"thinking_tokens": thought}}
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     return {"input_tokens": usage["prompt_tokens"] - cached, "cache_read_input_tokens": cached,
-            "cache_creation_input_tokens": 0, "output_tokens": usage["completion_tokens"], **more}
+            "cache_creation_input_tokens": 0, "output_tokens": usage["completion_tokens"], **details, **more}

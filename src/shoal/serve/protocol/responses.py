@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from shoal.engine.scheduling.request_handle import Placed
 from shoal.serve.errors import ApiError, refused
-from shoal.serve.protocol.tools import CallReader, Tools
+from shoal.serve.protocol.thoughts import Reading
 from shoal.serve.protocol.wire import Json, Wire, event
 from shoal.types import Result, Step
 
@@ -40,6 +40,7 @@ class ResponseBody(BaseModel):
 
 _OF_ITEMS = ("type", "id", "status", "phase")
 """Fields of a message in an answer, besides role and content."""
+_PARTS, _PREFIXES = {"message": "output_text", "reasoning": "reasoning_text"}, {"message": "msg", "reasoning": "rs"}
 _SAME = ("model", "temperature", "top_p", "parallel_tool_calls", "stream", "user")
 
 
@@ -117,9 +118,8 @@ def _text(content: Any) -> Any:
 class ResponseWire(Wire):
     """Writes the answer to a chat, whole or as events."""
 
-    def __init__(self, chat: Mapping[str, Any], tools: Tools | None) -> None:
-        self._chat, self._tools = chat, tools
-        self._reader = None if tools is None else CallReader(tools)
+    def __init__(self, chat: Mapping[str, Any], reading: Reading) -> None:
+        self._chat, self._reader = chat, reading.reader()
         self._id, self._made = f"resp_{uuid.uuid4().hex}", int(time.time())
         self._items: list[Json] = []
         self._events = 0
@@ -152,34 +152,38 @@ class ResponseWire(Wire):
 
     def _read(self, text: str, reason: str | None) -> Iterator[Json]:
         """Events of a piece of text; with a finish reason, it is the last one."""
-        last, reader = reason is not None, self._reader
-        delta: Json = {"content": text} if reader is None else reader.read(text, last, reason == "length")
+        last = reason is not None
+        delta = self._reader.read(text, last, reason == "length")
+        if delta.get("reasoning_content"):
+            yield from self._say("reasoning", delta["reasoning_content"])
         if delta.get("content"):
-            yield from self._speak(delta["content"])
+            yield from self._say("message", delta["content"])
         for call in delta.get("tool_calls", ()):
             yield from self._finish()
             yield from self._call(call)
         if last:
             yield from self._finish()
 
-    def _speak(self, text: str) -> Iterator[Json]:
-        """Events of a piece of a message; begins one if none is open."""
-        if not self._items or self._items[-1]["status"] == "completed":
-            item = {"type": "message", "id": f"msg_{uuid.uuid4().hex}", "role": "assistant", "content": [],
+    def _say(self, kind: str, text: str) -> Iterator[Json]:
+        """Events of a piece of an item of that kind, a message or thoughts; begins one if none is open."""
+        if not self._items or self._items[-1]["status"] == "completed" or self._items[-1]["type"] != kind:
+            yield from self._finish()
+            own: Json = {"role": "assistant"} if kind == "message" else {"summary": []}
+            item = {"type": kind, "id": f"{_PREFIXES[kind]}_{uuid.uuid4().hex}", **own, "content": [],
                     "status": "in_progress"}
             yield self._event("response.output_item.added", output_index=len(self._items), item=dict(item))
-            self._items.append({**item, "content": [_text_part("")]})
-            yield self._in_text("response.content_part.added", part=_text_part(""))
+            self._items.append({**item, "content": [_part(kind, "")]})
+            yield self._in_text("response.content_part.added", part=_part(kind, ""))
         self._items[-1]["content"][0]["text"] += text
-        yield self._in_text("response.output_text.delta", delta=text, logprobs=[])
+        yield self._in_text(f"response.{_PARTS[kind]}.delta", delta=text, **_logprobs(kind))
 
     def _finish(self) -> Iterator[Json]:
-        """Events that end the open message, if there is one."""
+        """Events that end the open item, if there is one."""
         if self._items and self._items[-1]["status"] == "in_progress":
             item, text = self._items[-1], self._items[-1]["content"][0]["text"]
-            item["status"] = "completed"
-            yield self._in_text("response.output_text.done", text=text, logprobs=[])
-            yield self._in_text("response.content_part.done", part=_text_part(text))
+            kind, item["status"] = item["type"], "completed"
+            yield self._in_text(f"response.{_PARTS[kind]}.done", text=text, **_logprobs(kind))
+            yield self._in_text("response.content_part.done", part=_part(kind, text))
             yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
 
     def _call(self, call: Mapping[str, Any]) -> Iterator[Json]:
@@ -219,14 +223,20 @@ class ResponseWire(Wire):
         }  # fmt: skip
 
 
-def _text_part(text: str) -> Json:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _part(kind: str, text: str) -> Json:
+    more: Json = {"annotations": [], "logprobs": []} if kind == "message" else {}
+    return {"type": _PARTS[kind], "text": text, **more}
+
+
+def _logprobs(kind: str) -> Json:
+    return {"logprobs": []} if kind == "message" else {}
 
 
 def _usage(usage: Mapping[str, Any]) -> Json:
     more = {name: usage[name] for name in ("draft_n", "draft_n_accepted") if name in usage}
+    thought = usage.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
     return {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"],
-            "total_tokens": usage["total_tokens"], "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage["total_tokens"], "output_tokens_details": {"reasoning_tokens": thought},
             "input_tokens_details": {"cache_write_tokens": 0, **usage["prompt_tokens_details"]}, **more}
 
 
