@@ -14,33 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import chat_tokenizer
-from families import tiny
 from serving import MODEL, Running, serving
 from shoal.engine.constraints.constraint import JsonSchema
-from shoal.engine.engine import Engine
-from shoal.engine.loading.load import engine_for
 from shoal.serve.protocol.thoughts import AnswerReader, ThoughtCount, ThoughtLimit, Thoughts, tags_of, thoughts_of
 from shoal.types import Step
-from tool_tokenizer import WEATHER, tool_tokenizer
+from tool_tokenizer import TAGS, WEATHER, thinking, tool_tokenizer
 
-TAGS = ("<think>", "</think>")
 ASK = [{"role": "user", "content": "What is the weather?"}]
 ROUTES = {"chat/completions": {"messages": ASK, "max_tokens": 40},
           "responses": {"input": "What is the weather?", "max_output_tokens": 40},
           "messages": {"messages": ASK, "max_tokens": 40}}
-BEGUN = ("{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}"
-         "{% else %}{{ '<think>\n' }}{% endif %}")
-
-
-def thinking(begun: str = BEGUN, tags: tuple[str, str] = TAGS) -> Engine:
-    """Two random layers whose template begins thoughts, or only reads them in earlier answers."""
-    tokenizer = tool_tokenizer()
-    place = "{{ '<|assistant|>' }}"
-    told = "{% if false %}" + "".join(tags) + "{% endif %}"
-    tokenizer.chat_template = tokenizer.chat_template.replace(place, place + begun) + told
-    engine = engine_for(tiny("llama", layers=2), tokenizer, name=MODEL)
-    engine.eos_token_ids, engine.sampling = frozenset({tokenizer.eos_token_id}), {"temperature": 0.0}
-    return engine
 
 
 @pytest.fixture(scope="module")
@@ -236,6 +219,11 @@ def test_tags_that_are_special_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
         before = free[: free.index(8)] if 8 in free else free
         assert thought and text and thought == engine.tokenizer.decode(before, skip_special_tokens=True).strip()
         assert said(server, include_reasoning=False) == (None, text)
+        body = {"model": MODEL, **ROUTES["chat/completions"], "thinking_token_budget": 6, "ignore_eos": True}
+        lines = httpx.post(f"{server.url}/v1/chat/completions", json={**body, "stream": True}, timeout=60).text
+        deltas = [json.loads(line[6:])["choices"][0]["delta"] for line in lines.splitlines() if line[6:7] == "{"]
+        assert "".join(delta.get("reasoning_content", "") for delta in deltas) == thought
+        assert "".join(delta.get("content", "") for delta in deltas) == text
         shape = {"type": "json_schema", "json_schema": {"schema": SHAPE}}
         assert json.loads(said(server, response_format=shape, ignore_eos=False, max_tokens=80)[1])
 

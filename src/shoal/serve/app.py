@@ -21,10 +21,12 @@ from shoal.serve.errors import LOG, ApiError, failed, no_model
 from shoal.serve.handler import RequestHandler
 from shoal.serve.metrics import Metrics
 from shoal.serve.middleware import LOCAL, Gate
+from shoal.serve.ollama import OllamaRoutes
 from shoal.serve.playground import Playground
 from shoal.serve.protocol.bodies import ChatBody, CompletionBody, PlanBody, read, validated
 from shoal.serve.protocol.fields import IGNORED
 from shoal.serve.protocol.messages import MessageBody
+from shoal.serve.protocol.ollama import OllamaBody
 from shoal.serve.protocol.responses import ResponseBody
 from shoal.serve.protocol.tokens import DetokenizeBody, TokenizeBody, TokenRoutes
 from shoal.serve.settings import Settings
@@ -61,6 +63,7 @@ def create_app(scheduler: Scheduler, settings: Settings, metrics: Metrics | None
     app.post("/v1/messages", openapi_extra=_body(MessageBody))(handler.message)
     app.post("/v1/messages/count_tokens", openapi_extra=_body(MessageBody))(handler.count)
     _add_models(app, scheduler, settings)
+    _add_ollamas(app, OllamaRoutes(handler, scheduler.engine, settings))
     _add_state(app, scheduler, metrics, settings)
     routes = TokenRoutes(scheduler, settings)
     app.post("/tokenize", openapi_extra=_body(TokenizeBody))(routes.tokenize)
@@ -88,6 +91,15 @@ def _add_models(app: FastAPI, scheduler: Scheduler, settings: Settings) -> None:
         if name != settings.model_name:
             raise no_model(name, settings.model_name)
         return card
+
+
+def _add_ollamas(app: FastAPI, routes: OllamaRoutes) -> None:
+    app.post("/api/chat", openapi_extra=_body(OllamaBody))(routes.chat)
+    app.post("/api/generate", openapi_extra=_body(OllamaBody))(routes.generate)
+    app.post("/api/show")(routes.show)
+    app.get("/api/tags")(routes.tags)
+    app.get("/api/ps")(routes.running)
+    app.get("/api/version")(routes.version)
 
 
 def ailment(scheduler: Scheduler, settings: Settings) -> str | None:

@@ -1,4 +1,4 @@
-"""Errors, in the form of the API that was asked: OpenAI's, or Anthropic's."""
+"""Errors, in the form of the API that was asked: OpenAI's, Anthropic's, or Ollama's."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
 LOG = logging.getLogger("shoal.serve")
-MESSAGES_ROUTE = "/v1/messages"
-"""Anthropic's."""
+MESSAGES_ROUTE, OLLAMA_ROUTE = "/v1/messages", "/api/"
+"""Beginnings of the routes of Anthropic's form and of Ollama's."""
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 _ANTHROPICS = {**_TYPES, 413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
 _HEADERS = {401: {"www-authenticate": "Bearer"}, 429: {"retry-after": "1"}, 503: {"retry-after": "1"}}
@@ -34,6 +34,8 @@ class ApiError(Exception):
         if path.startswith(MESSAGES_ROUTE):
             kind = _ANTHROPICS.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
             return {"type": "error", "error": {"type": kind, "message": self.message}}
+        if path.startswith(OLLAMA_ROUTE):
+            return {"error": self.message}
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
@@ -45,6 +47,8 @@ class ApiError(Exception):
 
     def event(self, path: str) -> bytes:
         """The last event of a stream on that route."""
+        if path.startswith(OLLAMA_ROUTE):
+            return f"{json.dumps(self.to_dict(path))}\n".encode()
         head = "event: error\n" if path.startswith(MESSAGES_ROUTE) else ""
         return f"{head}data: {json.dumps(self.to_dict(path))}\n\n".encode()
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, overload
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -22,7 +22,7 @@ from shoal.serve.errors import LOG, ApiError, failed, no_model, refused
 from shoal.serve.metrics import Metrics, extra_counts, report
 from shoal.serve.middleware import GONE, note
 from shoal.serve.protocol import messages, responses
-from shoal.serve.protocol.bodies import Body, ChatBody, CompletionBody, Extras, parse, read, validated
+from shoal.serve.protocol.bodies import Asked, Body, ChatBody, CompletionBody, Extras, parse, read, validated
 from shoal.serve.protocol.fields import MESSAGES, RESPONSES, Unread, named, sorted_out
 from shoal.serve.protocol.logprobs import Echo, TokenNames, echo_of
 from shoal.serve.protocol.messages import MessageBody, MessageWire
@@ -54,43 +54,55 @@ class RequestHandler:
         """Answer a conversation."""
         body, ignored = parse(await request.body(), ChatBody, self._settings.strict)
         names = TokenNames(self._vocabulary, body.return_tokens_as_token_ids)
-        return await self._converse(request, body, ignored, lambda _, reading: ChatWire(body, names, reading))
+        return await self.converse(request, body, ignored, lambda _, reading: ChatWire(body, names, reading))
 
     async def respond(self, request: Request) -> Response:
         """Answer a conversation, in the newer form."""
-        chat, body, ignored = self._translated(await request.body(), ResponseBody, RESPONSES, responses.as_chat)
+        chat, body, ignored = self.translated(read(await request.body()), ResponseBody, RESPONSES, responses.as_chat)
 
         def wire(answer: Answer, reading: Reading) -> Wire:
             how = answer.entries[0].seq.sampling
             return ResponseWire({**chat, "temperature": how.temperature, "top_p": how.top_p}, reading)
 
-        return await self._converse(request, body, ignored, wire)
+        return await self.converse(request, body, ignored, wire)
 
     async def message(self, request: Request) -> Response:
         """Answer a conversation, in Anthropic's form."""
-        _, body, ignored = self._translated(await request.body(), MessageBody, MESSAGES, messages.as_chat)
+        _, body, ignored = self.translated(read(await request.body()), MessageBody, MESSAGES, messages.as_chat)
 
         def wire(answer: Answer, reading: Reading) -> Wire:
             return MessageWire(body.model, reading, answer.entries[0].seq)
 
-        return await self._converse(request, body, ignored, wire)
+        return await self.converse(request, body, ignored, wire)
 
     async def count(self, request: Request) -> Response:
         """The number of tokens of such a conversation."""
-        _, body, ignored = self._translated(await request.body(), MessageBody, MESSAGES, messages.as_chat)
+        _, body, ignored = self.translated(read(await request.body()), MessageBody, MESSAGES, messages.as_chat)
         self._check(body, 1)
         ids, _, more = await self._prompt(body)
         return self._noted(JSONResponse({"input_tokens": len(ids)}), [*ignored, *more])
 
-    def _translated(
-        self, raw: bytes, kind: type[BaseModel], unread: Mapping[str, Unread], as_chat: Callable[[Json], Json]
-    ) -> tuple[Json, ChatBody, list[str]]:
+    @overload
+    def translated(
+        self, given: Json, form: type[BaseModel], unread: Mapping[str, Unread], translate: Callable[[Json], Json],
+    ) -> tuple[Json, ChatBody, list[str]]: ...
+
+    @overload
+    def translated(
+        self, given: Json, form: type[BaseModel], unread: Mapping[str, Unread], translate: Callable[[Json], Json],
+        kind: type[Asked],
+    ) -> tuple[Json, Asked, list[str]]: ...
+
+    def translated(
+        self, given: Json, form: type[BaseModel], unread: Mapping[str, Unread], translate: Callable[[Json], Json],
+        kind: type[Body] = ChatBody,
+    ) -> tuple[Json, Body, list[str]]:
         """A request in another form as a chat, as it was translated and as it was checked, and what has no effect."""
-        known = {*Extras.model_fields, *kind.model_fields}
-        given, ignored = sorted_out(read(raw), known, unread, self._settings.strict)
-        ignored += [name for name in _UNSHOWN if given.pop(name, None)]
-        chat = as_chat(given)
-        body = validated(chat, ChatBody)
+        known = {*Extras.model_fields, *form.model_fields}
+        kept, ignored = sorted_out(given, known, unread, self._settings.strict)
+        ignored += [name for name in _UNSHOWN if kept.pop(name, None)]
+        chat = translate(kept)
+        body = validated(chat, kind)
         body.check()
         if body.n > 1:
             raise refused("n_cmpl", f"n_cmpl is {body.n}; this route gives one answer")
@@ -102,9 +114,10 @@ class RequestHandler:
         told, ignored = conversation(body.messages, self._tokenizer, self._settings.strict)
         return await apart(chat_ids, told, self._tokenizer, body.variables(tools, told)), tools, ignored
 
-    async def _converse(
+    async def converse(
         self, request: Request, body: ChatBody, ignored: Sequence[str], wire: Callable[[Answer, Reading], Wire]
     ) -> Response:
+        """Answer a conversation in a form."""
         limit = body.limit(self._settings.default_max_tokens, self._settings.max_tokens)
         ids, tools, more = await self._prompt(body)
         self._check(body, 1)
@@ -131,6 +144,16 @@ class RequestHandler:
         wire = CompletionWire(body, TokenNames(self._vocabulary, body.return_tokens_as_token_ids), echoes)
         if limit == 0:
             return self._noted(await self._unanswered(request, body, prompts, wire), ignored)
+        return await self.go_on(request, body, prompts, ignored, wire, limit)
+
+    async def go_on(
+        self, request: Request, body: CompletionBody, prompts: Sequence[Any], ignored: Sequence[str], wire: Wire,
+        limit: int | None = None,
+    ) -> Response:
+        """Continue prompts in a form; `limit` is that of a chat where none is given."""
+        if limit is None:
+            self._check(body, len(prompts))
+            limit = body.limit(self._settings.default_max_tokens, self._settings.max_tokens)
         answer = await self._start(request, body, prompts, limit)
         return self._noted(await self._answer(request, body, answer, wire), ignored)
 
@@ -160,7 +183,7 @@ class RequestHandler:
         note(request.scope, choices=len(prompts) * body.n, user=body.user, **usage)
         choices = [wire.unanswered(index) for index in range(len(prompts) * body.n)]
         if body.stream:
-            return _streaming([wire.chunks(choices), wire.closing([], usage, {})])
+            return _streaming([wire.chunks(choices), wire.closing([], usage, {})], wire)
         return JSONResponse(wire.answer(choices, usage))
 
     async def _start(
@@ -199,7 +222,7 @@ class RequestHandler:
 
     async def _answer(self, request: Request, body: Body, answer: Answer, wire: Wire) -> Response:
         if body.stream:
-            return _streaming(self._events(request, body, answer, wire))
+            return _streaming(self._events(request, body, answer, wire), wire)
         if not await self._drained(request, answer):
             return Response(status_code=GONE)
         best = answer.best(body.n)
@@ -254,9 +277,9 @@ class RequestHandler:
             note(request.scope, texts=[result.text for result in results])
 
 
-def _streaming(events: AsyncIterator[str] | Sequence[str]) -> StreamingResponse:
+def _streaming(events: AsyncIterator[str] | Sequence[str], wire: Wire) -> StreamingResponse:
     headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-    return StreamingResponse(events, media_type="text/event-stream", headers=headers)
+    return StreamingResponse(events, media_type=wire.media, headers=headers)
 
 
 def _metrics(body: Body, answer: Answer) -> dict[str, Any]:

@@ -201,6 +201,15 @@ RESPONSES: dict[str, Unread] = {
     "image": Refused("the model makes text only"),
 }
 """Of `/v1/responses`."""
+OLLAMA: dict[str, Unread] = {
+    **{name: field for name, field in OF_PEERS.items() if name not in ("system", "think", "raw")},
+    "suffix": Refused("the model continues texts, it fills no gaps", ("",)),
+    "truncate": Refused("a prompt is read as it is; shorten it", (False,)),
+    "shift": Ignored("a text that fills the context ends", (False,)),
+    **dict.fromkeys(("logprobs", "top_logprobs"), Refused(_ASK_CHATS, (False, 0))),
+    **dict.fromkeys(("width", "height"), Refused("the model makes text only", (0,))),
+}
+"""Of `/api/chat` and `/api/generate`."""
 _KEPT_WHOLE: tuple[Any, ...] = ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]})
 MESSAGES: dict[str, Unread] = {
     **{name: field for name, field in OF_PEERS.items() if name not in ("system", "thinking")},

@@ -218,7 +218,7 @@ class MessageWire(Wire):
         function = call["function"]
         block = {"type": "tool_use", "id": call["id"].replace("call_", "toolu_"), "name": function["name"], "input": {}}
         yield self._begin(block)
-        self._blocks[-1]["input"] = given = _parsed(function["arguments"])
+        self._blocks[-1]["input"] = given = parsed(function["arguments"])
         yield self._delta({"type": "input_json_delta", "partial_json": json.dumps(given, ensure_ascii=False)})
         yield from self._finish()
 
@@ -239,8 +239,8 @@ class MessageWire(Wire):
             yield {"type": "content_block_stop", "index": len(self._blocks) - 1}
 
 
-def _parsed(arguments: str) -> Any:
-    """Arguments as JSON; as the text that they are where they are none."""
+def parsed(arguments: str) -> Any:
+    """Arguments of a call as JSON; as the text that they are where they are none."""
     with suppress(ValueError, RecursionError):
         return json.loads(arguments)
     return arguments

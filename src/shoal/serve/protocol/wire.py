@@ -25,7 +25,13 @@ _Listed = tuple[TokenLogprob, int, bool]
 
 
 class Wire(ABC):
-    """One form of answers: whole, or as server-sent events."""
+    """One form of answers: whole, or as server-sent events.
+
+    Attributes:
+        media: the media type of a stream.
+    """
+
+    media = "text/event-stream"
 
     @abstractmethod
     def whole(self, results: Sequence[Result], usage: Json) -> Json:
