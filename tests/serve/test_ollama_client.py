@@ -13,7 +13,7 @@ from serving import MODEL, Running, serving, tiny_engine
 from shoal import __version__
 from shoal.serve.protocol.bodies import Extras
 from shoal.serve.protocol.fields import IGNORED, OF_PEERS, OLLAMA, Refused
-from shoal.serve.protocol.ollama import OllamaBody
+from shoal.serve.protocol.ollama import OllamaBody, as_chat
 from tool_tokenizer import WEATHER, speaking, thinking
 
 ollama = pytest.importorskip("ollama")
@@ -125,6 +125,16 @@ def test_a_conversation_with_calls_is_told_as_a_chat(server: Running, client: An
     expected = openais(server, told, tools=[WEATHER])
     assert found.prompt_eval_count == expected.usage.prompt_tokens
     assert found.message.content == (expected.choices[0].message.content or "")
+
+
+def test_a_translated_request_names_its_calls_and_efforts() -> None:
+    call = {"function": {"name": "now", "arguments": {}}}
+    said = as_chat({"messages": [{"role": "assistant", "tool_calls": [call, {**call, "id": "own"}]},
+                                 *({"role": "tool", "content": text} for text in "abc")], "think": "high"})
+    first, *results = said["messages"]
+    assert [one["id"] for one in first["tool_calls"]] == ["call_0_0", "own"]
+    assert [one["tool_call_id"] for one in results] == ["call_0_0", "own", "call_3"]
+    assert (said["reasoning_effort"], said["enable_thinking"], said["stream"]) == ("high", True, True)
 
 
 def test_thoughts_stand_beside_the_answer() -> None:

@@ -29,7 +29,9 @@ from shoal.serve.protocol.messages import MessageBody
 from shoal.serve.protocol.ollama import OllamaBody
 from shoal.serve.protocol.responses import ResponseBody
 from shoal.serve.protocol.tokens import DetokenizeBody, TokenizeBody, TokenRoutes
+from shoal.serve.protocol.vectors import EmbedBody, EmbeddingBody, RerankBody
 from shoal.serve.settings import Settings
+from shoal.serve.vectors import VectorRoutes
 
 LAST_TURN = 1.0
 """Seconds that the current decoding step has to end when the grace is over."""
@@ -64,6 +66,7 @@ def create_app(scheduler: Scheduler, settings: Settings, metrics: Metrics | None
     app.post("/v1/messages/count_tokens", openapi_extra=_body(MessageBody))(handler.count)
     _add_models(app, scheduler, settings)
     _add_ollamas(app, OllamaRoutes(handler, scheduler.engine, settings))
+    _add_vectors(app, VectorRoutes(scheduler.engine, settings))
     _add_state(app, scheduler, metrics, settings)
     routes = TokenRoutes(scheduler, settings)
     app.post("/tokenize", openapi_extra=_body(TokenizeBody))(routes.tokenize)
@@ -100,6 +103,14 @@ def _add_ollamas(app: FastAPI, routes: OllamaRoutes) -> None:
     app.get("/api/tags")(routes.tags)
     app.get("/api/ps")(routes.running)
     app.get("/api/version")(routes.version)
+
+
+def _add_vectors(app: FastAPI, routes: VectorRoutes) -> None:
+    app.post("/v1/embeddings", openapi_extra=_body(EmbeddingBody))(routes.embed)
+    for path in ("/api/embed", "/api/embeddings"):
+        app.post(path, openapi_extra=_body(EmbedBody))(routes.embed_as_ollama)
+    for path in ("/v1/rerank", "/rerank"):
+        app.post(path, openapi_extra=_body(RerankBody))(routes.rerank)
 
 
 def ailment(scheduler: Scheduler, settings: Settings) -> str | None:
