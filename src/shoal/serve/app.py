@@ -25,6 +25,7 @@ from shoal.serve.ollama import OllamaRoutes
 from shoal.serve.playground import Playground
 from shoal.serve.protocol.bodies import ChatBody, CompletionBody, PlanBody, read, validated
 from shoal.serve.protocol.fields import IGNORED
+from shoal.serve.protocol.infill import InfillBody
 from shoal.serve.protocol.messages import MessageBody
 from shoal.serve.protocol.ollama import OllamaBody
 from shoal.serve.protocol.responses import ResponseBody
@@ -61,6 +62,7 @@ def create_app(scheduler: Scheduler, settings: Settings, metrics: Metrics | None
     handler = RequestHandler(scheduler, settings, metrics)
     app.post("/v1/chat/completions", openapi_extra=_body(ChatBody))(handler.chat)
     app.post("/v1/completions", openapi_extra=_body(CompletionBody))(handler.complete)
+    app.post("/infill", openapi_extra=_body(InfillBody))(handler.fill)
     app.post("/v1/responses", openapi_extra=_body(ResponseBody))(handler.respond)
     app.post("/v1/messages", openapi_extra=_body(MessageBody))(handler.message)
     app.post("/v1/messages/count_tokens", openapi_extra=_body(MessageBody))(handler.count)

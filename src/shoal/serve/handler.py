@@ -24,6 +24,7 @@ from shoal.serve.middleware import GONE, note
 from shoal.serve.protocol import messages, responses
 from shoal.serve.protocol.bodies import Asked, Body, ChatBody, CompletionBody, Extras, parse, read, validated
 from shoal.serve.protocol.fields import MESSAGES, RESPONSES, Unread, named, sorted_out
+from shoal.serve.protocol.infill import Gap, InfillBody, InfillWire
 from shoal.serve.protocol.logprobs import Echo, TokenNames, echo_of
 from shoal.serve.protocol.messages import MessageBody, MessageWire
 from shoal.serve.protocol.responses import ResponseBody, ResponseWire
@@ -137,25 +138,45 @@ class RequestHandler:
     async def complete(self, request: Request) -> Response:
         """Continue prompts."""
         body, ignored = parse(await request.body(), CompletionBody, self._settings.strict)
-        prompts = prompts_of(body.prompt)
+        prompts = self._prompts(body)
         limit = body.limit(_COMPLETION_TOKENS, self._settings.max_tokens)
         self._check(body, len(prompts))
         echoes = await asyncio.to_thread(self._echoes, prompts, body)
         wire = CompletionWire(body, TokenNames(self._vocabulary, body.return_tokens_as_token_ids), echoes)
         if limit == 0:
             return self._noted(await self._unanswered(request, body, prompts, wire), ignored)
-        return await self.go_on(request, body, prompts, ignored, wire, limit)
-
-    async def go_on(
-        self, request: Request, body: CompletionBody, prompts: Sequence[Any], ignored: Sequence[str], wire: Wire,
-        limit: int | None = None,
-    ) -> Response:
-        """Continue prompts in a form; `limit` is that of a chat where none is given."""
-        if limit is None:
-            self._check(body, len(prompts))
-            limit = body.limit(self._settings.default_max_tokens, self._settings.max_tokens)
         answer = await self._start(request, body, prompts, limit)
         return self._noted(await self._answer(request, body, answer, wire), ignored)
+
+    async def fill(self, request: Request) -> Response:
+        """Fill the gap between two texts, in llama.cpp's form."""
+        body, ignored = parse(await request.body(), InfillBody, self._settings.strict)
+        return await self.go_on(request, body, ignored, lambda answer: InfillWire(body.model, answer.entries[0].seq))
+
+    async def go_on(
+        self, request: Request, body: CompletionBody, ignored: Sequence[str], wire: Callable[[Answer], Wire]
+    ) -> Response:
+        """Continue one prompt in a form, up to the length of a chat's answer."""
+        prompts = self._prompts(body)
+        self._check(body, len(prompts))
+        limit = body.limit(self._settings.default_max_tokens, self._settings.max_tokens)
+        if limit < 1:
+            raise refused("max_tokens", "a limit of 0 tokens leaves no answer; -1 is no limit")
+        answer = await self._start(request, body, prompts, limit)
+        return self._noted(await self._answer(request, body, answer, wire(answer)), ignored)
+
+    def _prompts(self, body: CompletionBody) -> list[Any]:
+        """The prompts of a completion; those for a gap end at tokens that would begin another file, too."""
+        prompts = prompts_of(body.prompt)
+        if not isinstance(body, InfillBody) and not body.suffix:
+            return prompts
+        if not all(isinstance(prompt, str) for prompt in prompts):
+            raise refused("prompt", "with a suffix, prompt must be text")
+        gap = Gap(self._tokenizer)
+        body.stop_token_ids = [*body.stop_token_ids, *gap.ends]
+        if isinstance(body, InfillBody):
+            return [gap.prompt(body.input_prefix + body.prompt, body.input_suffix, body.input_extra)]
+        return [gap.prompt(prompt, body.suffix) for prompt in prompts]
 
     def _echoes(self, prompts: Sequence[Any], body: CompletionBody) -> list[Echo]:
         """The echoed prompt of each choice."""

@@ -47,9 +47,9 @@ class OllamaRoutes:
         if asks_nothing(given):
             return JSONResponse(OllamaWire(self._name, Reading(), chat).loaded())
         handler = self._handler
-        if not chat and given.get("raw"):
+        if not chat and (given.get("raw") or given.get("suffix")):
             _, text, ignored = handler.translated(given, OllamaBody, OLLAMA, as_completion, CompletionBody)
-            return await handler.go_on(request, text, [text.prompt], ignored, self._wire(Reading(), chat))
+            return await handler.go_on(request, text, ignored, lambda _: self._wire(Reading(), chat))
         _, body, ignored = handler.translated(given, OllamaBody, OLLAMA, as_chat)
         return await handler.converse(request, body, ignored, lambda _, reading: self._wire(reading, chat))
 

@@ -264,6 +264,7 @@ class CompletionBody(Body):
     logprobs: Annotated[int, Field(ge=0, le=20)] | Literal[False] | None = None
     echo: bool = False
     best_of: int | None = Field(default=None, ge=1, le=128)
+    suffix: str = ""
 
     @property
     @override
@@ -282,6 +283,8 @@ class CompletionBody(Body):
         wrong += [name for name, neutral in _OF_THOUGHTS.items() if getattr(self, name) not in neutral]
         if wrong:
             raise refused(wrong[0], "completions go through no chat template")
+        if self.suffix and self.echo:
+            raise refused("echo", "with a suffix there is no one prompt to repeat; leave echo out")
         if self.best_of is not None and (self.best_of < self.n or (self.stream and self.best_of > self.n)):
             raise refused("best_of", "best_of must be at least n, and no more than n in a stream")
 

@@ -180,9 +180,10 @@ COMPLETION: dict[str, Unread] = {
     "top_logprobs": Refused("use `logprobs`, a number in completions", (0,)),
     **dict.fromkeys(
         ("reasoning_effort", "reasoning", "enable_thinking"), Ignored("completions go through no chat template")),
-    "suffix": Refused("the model continues texts, it fills no gaps", ("",)),
 }
 """Of `/v1/completions`."""
+INFILL: dict[str, Unread] = {**COMPLETION, "t_max_prompt_ms": Ignored("a prompt is read whole")}
+"""Of `/infill`."""
 RESPONSES: dict[str, Unread] = {
     **OF_PEERS,
     **_STATELESS,
@@ -203,7 +204,6 @@ RESPONSES: dict[str, Unread] = {
 """Of `/v1/responses`."""
 OLLAMA: dict[str, Unread] = {
     **{name: field for name, field in OF_PEERS.items() if name not in ("system", "think", "raw")},
-    "suffix": Refused("the model continues texts, it fills no gaps", ("",)),
     "truncate": Refused("a prompt is read as it is; shorten it", (False,)),
     "shift": Ignored("a text that fills the context ends", (False,)),
     **dict.fromkeys(("logprobs", "top_logprobs"), Refused(_ASK_CHATS, (False, 0))),

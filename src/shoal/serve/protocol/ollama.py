@@ -29,6 +29,7 @@ class OllamaBody(BaseModel):
     prompt: str | None = None
     system: str | None = None
     raw: bool | None = None
+    suffix: str | None = None
     tools: list[dict[str, Any]] | None = None
     think: bool | str | None = None
     stream: bool | None = None
@@ -40,7 +41,7 @@ class OllamaBody(BaseModel):
     frequency_penalty: float | None = None
 
 
-_OWN = ("messages", "prompt", "system", "raw", "think", "stream")
+_OWN = ("messages", "prompt", "system", "raw", "suffix", "think", "stream")
 _EFFORTS = ("low", "medium", "high", "max")
 _OF_MESSAGES = ("images", "thinking", "tool_name", "tool_calls")
 _REASONS = {"length": "length"}
@@ -60,9 +61,10 @@ def as_chat(given: Mapping[str, Any]) -> Json:
 def as_completion(given: Mapping[str, Any]) -> Json:
     """The equivalent fields of a completion, for a prompt that goes through no template."""
     if given.get("system") or given.get("think"):
-        raise refused("raw", "raw gives the prompt to the model as it is; leave system and think out")
-    completion = {name: value for name, value in given.items() if name not in _OWN}
-    return {**completion, "prompt": given.get("prompt"), "stream": given.get("stream") is not False}
+        raise refused("raw", "with raw or a suffix no template is used; leave system and think out")
+    completion: Json = {name: value for name, value in given.items() if name not in _OWN}
+    same = {name: given.get(name) for name in ("prompt", "suffix")}
+    return {**completion, **same, "stream": given.get("stream") is not False}
 
 
 def asks_nothing(given: Mapping[str, Any]) -> bool:
