@@ -116,9 +116,10 @@ def test_ollamas_client_gets_them(server: Running) -> None:
         assert torch.allclose(torch.tensor(found.embeddings), expected, atol=1e-5)
         assert found.prompt_eval_count > 0 and found.total_duration > 0
         assert torch.allclose(torch.tensor(client.embeddings(f"{MODEL}:latest", "x").embedding), expected[2], atol=1e-5)
-        cut = client.embed(MODEL, "x" * 600, dimensions=4).embeddings[0]
+        long = "".join(map(str, range(200)))
+        cut = client.embed(MODEL, long, dimensions=4).embeddings[0]
         most = server.engine.runner.max_positions
-        ids = server.engine.tokenizer("x" * 600)["input_ids"][:most]
+        ids = server.engine.tokenizer(long)["input_ids"][:most]
         assert torch.allclose(torch.tensor(cut), twin(server, ids, size=4), atol=1e-5)
         with pytest.raises(ollama.ResponseError, match="context holds"):
             client.embed(MODEL, "x" * 600, truncate=False)

@@ -17,6 +17,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from shoal import __version__
 from shoal.engine.scheduling.scheduler import Scheduler
+from shoal.serve import reference
 from shoal.serve.errors import LOG, ApiError, failed, no_model
 from shoal.serve.handler import RequestHandler
 from shoal.serve.metrics import Metrics
@@ -74,6 +75,7 @@ def create_app(scheduler: Scheduler, settings: Settings, metrics: Metrics | None
     app.post("/tokenize", openapi_extra=_body(TokenizeBody))(routes.tokenize)
     app.post("/detokenize", openapi_extra=_body(DetokenizeBody))(routes.detokenize)
     app.get("/props")(routes.props)
+    app.get("/docs", include_in_schema=False)(lambda: reference.page(app.openapi()))
     if settings.playground:
         _add_playground(app, Playground(scheduler.engine, settings))
     return app

@@ -22,7 +22,17 @@ from shoal.serve.errors import LOG, ApiError, failed, no_model, refused
 from shoal.serve.metrics import Metrics, extra_counts, report
 from shoal.serve.middleware import GONE, note
 from shoal.serve.protocol import messages, responses
-from shoal.serve.protocol.bodies import Asked, Body, ChatBody, CompletionBody, Extras, parse, read, validated
+from shoal.serve.protocol.bodies import (
+    Asked,
+    Body,
+    ChatBody,
+    CompletionBody,
+    Extras,
+    parse,
+    read,
+    validated,
+    with_model,
+)
 from shoal.serve.protocol.fields import MESSAGES, RESPONSES, Unread, named, sorted_out
 from shoal.serve.protocol.infill import Gap, InfillBody, InfillWire
 from shoal.serve.protocol.logprobs import Echo, TokenNames, echo_of
@@ -53,7 +63,7 @@ class RequestHandler:
 
     async def chat(self, request: Request) -> Response:
         """Answer a conversation."""
-        body, ignored = parse(await request.body(), ChatBody, self._settings.strict)
+        body, ignored = self._parsed(await request.body(), ChatBody)
         names = TokenNames(self._vocabulary, body.return_tokens_as_token_ids)
         return await self.converse(request, body, ignored, lambda _, reading: ChatWire(body, names, reading))
 
@@ -83,6 +93,10 @@ class RequestHandler:
         ids, _, more = await self._prompt(body)
         return self._noted(JSONResponse({"input_tokens": len(ids)}), [*ignored, *more])
 
+    def _parsed(self, raw: bytes, kind: type[Asked]) -> tuple[Asked, list[str]]:
+        """A request's checked values, and the names of what has no effect."""
+        return parse(with_model(read(raw), self._settings.model_name), kind, self._settings.strict)
+
     @overload
     def translated(
         self, given: Json, form: type[BaseModel], unread: Mapping[str, Unread], translate: Callable[[Json], Json],
@@ -100,7 +114,7 @@ class RequestHandler:
     ) -> tuple[Json, Body, list[str]]:
         """A request in another form as a chat, as it was translated and as it was checked, and what has no effect."""
         known = {*Extras.model_fields, *form.model_fields}
-        kept, ignored = sorted_out(given, known, unread, self._settings.strict)
+        kept, ignored = sorted_out(with_model(given, self._settings.model_name), known, unread, self._settings.strict)
         ignored += [name for name in _UNSHOWN if kept.pop(name, None)]
         chat = translate(kept)
         body = validated(chat, kind)
@@ -137,7 +151,7 @@ class RequestHandler:
 
     async def complete(self, request: Request) -> Response:
         """Continue prompts."""
-        body, ignored = parse(await request.body(), CompletionBody, self._settings.strict)
+        body, ignored = self._parsed(await request.body(), CompletionBody)
         prompts = self._prompts(body)
         limit = body.limit(_COMPLETION_TOKENS, self._settings.max_tokens)
         self._check(body, len(prompts))
@@ -150,7 +164,7 @@ class RequestHandler:
 
     async def fill(self, request: Request) -> Response:
         """Fill the gap between two texts, in llama.cpp's form."""
-        body, ignored = parse(await request.body(), InfillBody, self._settings.strict)
+        body, ignored = self._parsed(await request.body(), InfillBody)
         return await self.go_on(request, body, ignored, lambda answer: InfillWire(body.model, answer.entries[0].seq))
 
     async def go_on(

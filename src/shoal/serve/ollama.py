@@ -42,7 +42,7 @@ class OllamaRoutes:
 
     async def _answer(self, request: Request, chat: bool) -> Response:
         given = read(await request.body())
-        if "model" in given:
+        if given.get("model") is not None:
             given["model"] = self._known(given["model"])
         if asks_nothing(given):
             return JSONResponse(OllamaWire(self._name, Reading(), chat).loaded())

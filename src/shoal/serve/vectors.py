@@ -19,7 +19,7 @@ from shoal.engine.engine import Engine
 from shoal.engine.request import prompt_ids
 from shoal.serve.errors import ApiError, no_model, refused
 from shoal.serve.middleware import note
-from shoal.serve.protocol.bodies import Checked, read, validated
+from shoal.serve.protocol.bodies import Checked, read, validated, with_model
 from shoal.serve.protocol.fields import named, sorted_out
 from shoal.serve.protocol.vectors import (
     EMBEDDINGS,
@@ -87,7 +87,7 @@ class VectorRoutes:
 
     def _read(self, raw: bytes, kind: type[Checked]) -> tuple[Checked, list[str]]:
         """A request's values, and the names of fields without effect; ApiError 404 for another model."""
-        given = read(raw)
+        given = with_model(read(raw), self._settings.model_name)
         options = given.pop("options", None) if kind is EmbedBody else None
         unread = {name: field for name, field in EMBEDDINGS.items() if name not in kind.model_fields}
         kept, ignored = sorted_out(given, kind.model_fields, unread, self._settings.strict)

@@ -103,7 +103,7 @@ class Body(Extras):
 
     unread: ClassVar[Mapping[str, Unread]]
 
-    model: str
+    model: str = ""
     n: int = Field(default=1, ge=1, le=128)
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
@@ -299,9 +299,14 @@ class PlanBody(BaseModel):
     max_tokens: int = Field(default=64, ge=1, le=1 << 20)
 
 
-def parse(raw: bytes, kind: type[Asked], strict: bool) -> tuple[Asked, list[str]]:
-    """A request for text from its bytes, and the names of its fields without effect; ApiError 400 if it is wrong."""
-    kept, ignored = sorted_out(read(raw), kind.model_fields, kind.unread, strict)
+def with_model(given: Mapping[str, Any], served: str) -> dict[str, Any]:
+    """A request's fields; one that names no model means the one that is served."""
+    return {**given, "model": served} if given.get("model") is None else dict(given)
+
+
+def parse(given: Mapping[str, Any], kind: type[Asked], strict: bool) -> tuple[Asked, list[str]]:
+    """A request for text, checked, and the names of its fields without effect; ApiError 400 if it is wrong."""
+    kept, ignored = sorted_out(given, kind.model_fields, kind.unread, strict)
     body = validated(kept, kind)
     body.check()
     return body, ignored

@@ -26,7 +26,7 @@ class MessageBody(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    model: str
+    model: str = ""
     messages: list[dict[str, Any]]
     max_tokens: int | None = None
     system: str | list[dict[str, Any]] | None = None

@@ -24,7 +24,7 @@ class OllamaBody(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    model: str
+    model: str = ""
     messages: list[dict[str, Any]] | None = None
     prompt: str | None = None
     system: str | None = None

@@ -23,7 +23,7 @@ class ResponseBody(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    model: str
+    model: str = ""
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: int | None = None

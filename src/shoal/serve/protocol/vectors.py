@@ -23,7 +23,7 @@ class EmbeddingBody(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    model: str
+    model: str = ""
     input: str | list[str] | list[int] | list[list[int]]
     dimensions: int | None = Field(default=None, ge=1)
     encoding_format: Literal["float", "base64"] = "float"
@@ -37,7 +37,7 @@ class EmbedBody(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    model: str
+    model: str = ""
     input: str | list[str] | None = None
     prompt: str | None = None
     truncate: bool = True
@@ -49,7 +49,7 @@ class RerankBody(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    model: str
+    model: str = ""
     query: str
     documents: list[str | dict[str, Any]] = Field(min_length=1, max_length=_MOST)
     top_n: int | None = Field(default=None, ge=1)
