@@ -135,7 +135,8 @@ def test_the_page_of_routes_asks_nothing_of_others(server: Running) -> None:
     assert answer.headers["content-security-policy"].startswith("default-src 'none'")
     for path, methods in schema["paths"].items():
         assert all(f"<h2>{method.upper()} {path}</h2>" in answer.text for method in methods)
-    for told in ("<td><code>messages</code><td>list of object<td>required", "<code>stop</code><td>string or list of string<td>",
+    for told in ("<td><code>messages</code><td>list of object<td>required",
+                 "<code>stop</code><td>string or list of string<td>",
                  '<td><code>encoding_format</code><td>&quot;float&quot;, &quot;base64&quot;<td>&quot;float&quot;'):
         assert told in answer.text
     (style,) = re.findall(r"<style>(.*?)</style>", answer.text, re.S)
