@@ -62,14 +62,15 @@ def experts(engine: Engine, groups: int = 3, shared: int = 1, noise: float = 0.3
     return module
 
 
-def ppd(engine: Engine, noise: float = 0.3) -> PromptModule:
-    module = PromptModule(Base(engine.runner), copy.deepcopy(engine.model), depths=3)
+def ppd(engine: Engine, copies: int = 1, noise: float = 0.3) -> PromptModule:
+    module = PromptModule(Base(engine.runner), copy.deepcopy(engine.model), depths=3, copies=copies)
     _shake(module, noise)
     return module
 
 
 MAKERS: dict[str, Any] = {
     "eagle": eagle, "medusa": medusa, "ppd": ppd, "dynamic_context": context, "first": routers, "read_me": experts,
+    "copies": functools.partial(ppd, copies=2),
 }
 
 

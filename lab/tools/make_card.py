@@ -21,7 +21,7 @@ from shoal.cli.env import cpu_name
 from shoal.engine.cards.divergence import Text
 from shoal.engine.cards.quick import Effort, answered, asked, measure_card
 from shoal.engine.engine import Engine
-from shoal_lab.calibrate.skips import SublayerCosts, search_skips
+from shoal_lab.calibrate.skips import byte_costs, search_skips
 from shoal_lab.eval import suites
 
 
@@ -56,7 +56,9 @@ def main() -> None:
     write(card, args.out)
     print(f"layers after {time.monotonic() - began:.0f} s", flush=True)
     if args.rounds and engine.runner.can_split:
-        card["skips"] = skips(engine, [list(prompt) for prompt, _ in texts[:3]], args.rounds)
+        found = search_skips(engine, [list(prompt) for prompt, _ in texts[:3]], seconds=1e9, rounds=args.rounds,
+                             costs=byte_costs(engine), new_tokens=33)
+        card["skips"] = found.entry()
         write(card, args.out)
     print(f"done after {time.monotonic() - began:.0f} s", flush=True)
 
@@ -87,24 +89,6 @@ def read(engine: Engine, data: Path, count: int, answer: int) -> list[Text]:
         ids = engine.tokenizer(item.prompt + item.solution)["input_ids"]
         texts.append((ids[:32], ids[32 : 32 + answer]))
     return texts
-
-
-def skips(engine: Engine, prompts: list[list[int]], rounds: int) -> dict[str, Any]:
-    """Sublayers that a draft can skip, by the bytes that they read, so that the machine does not matter."""
-    found = search_skips(engine, prompts, seconds=1e9, rounds=rounds, costs=shares(engine), new_tokens=33)
-    attention, mlp = found.skips.attention, found.skips.mlp
-    return {"attention": list(attention), "mlp": list(mlp), "rate": round(found.rate, 3), "length": found.length,
-            "by_bytes": round(found.speedup, 3), "rounds": found.rounds}
-
-
-def shares(engine: Engine) -> SublayerCosts:
-    """Bytes of an attention, an MLP and the LM head in units of a layer, from the shape."""
-    shape = getattr(engine.runner, "shape", None)
-    if shape is None:
-        return SublayerCosts(0.25, 0.75, engine.runner.head_layers)
-    attention = shape.hidden * shape.qkv_rows + shape.hidden * shape.heads * shape.head_dim
-    mlp = 3 * shape.hidden * shape.ffn
-    return SublayerCosts(attention / (attention + mlp), mlp / (attention + mlp), engine.runner.head_layers)
 
 
 def write(card: dict[str, Any], path: Path) -> None:

@@ -11,9 +11,11 @@ import pytest
 
 from families import tiny
 from shoal.cli.entry import main
-from shoal.cli.recommend import Evidence, Lossless, Lossy, advise, unknown
+from shoal.cli.recommend import Costs, Evidence, Lossless, Lossy, advise, growth, ungrown, unknown
 from shoal.engine.cards import card as cards
 from shoal.engine.loading.load import engine_for
+from shoal.speculative import draft_head_file
+from shoal.speculative.cost.laws import TrainedDrafter
 
 STEADY = Lossless("chat", "auto", 1.2, 1.1, 10)
 WILD = Lossless("chat", "swift", 1.6, 0.8, 3)
@@ -57,6 +59,36 @@ def test_evidence_of_another_form_is_refused() -> None:
     assert Evidence.from_dict(json.loads(json.dumps(written))) == ALL
 
 
+def trained(slope: float, noise: float = 0.0) -> list[TrainedDrafter]:
+    """Heads by tokens of training, every other one a little off the law."""
+    return [TrainedDrafter("eagle", 1e5 * 2**n, 1.8 + slope * n + noise * (-1) ** n) for n in range(5)]
+
+
+def test_more_training_is_recommended_where_the_law_is_sure_that_it_pays() -> None:
+    (sure,) = growth(trained(0.2), Costs(30, 10))
+    assert sure["pays"] and sure["accepted"] == pytest.approx(2.8) and sure["tokens"] == 3.2e6
+    assert "twice the training, 3.2 million tokens, promises 2.80" in sure["why"] and "train more" in sure["why"]
+    (unsure,) = growth(trained(0.2, 0.2), Costs(30, 10))
+    assert not unsure["pays"] and unsure["low"] < unsure["accepted"] and "not shown to pay" in unsure["why"]
+    (flat,) = growth(trained(0.0), Costs(30, 10))
+    assert not flat["pays"]
+
+
+def test_the_recommended_layers_are_those_with_most_tokens_per_time() -> None:
+    rows = [TrainedDrafter("eagle", 1e6, 2.0 + layers**0.5 / 10, layers) for layers in (1, 2, 4)]
+    (cheap,) = growth(rows, Costs(1000, 0))
+    (dear,) = growth(rows, Costs(10, 0))
+    assert (cheap["layers"], dear["layers"]) == (4, 1)
+    assert dear["speedup"] == pytest.approx(dear["accepted"] / 1.3)
+
+
+def test_too_few_drafters_are_not_known() -> None:
+    assert growth(trained(0.2)[:2], Costs(30, 10)) == []
+    (said,) = ungrown(trained(0.2)[:2])
+    assert said.startswith("what more training of eagle brings: 2 of 3 different amounts were tried")
+    assert ungrown(trained(0.2)) == ungrown([]) == []
+
+
 def report(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
     assert main(["recommend", "--json", *words]) == 0
     return json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -81,3 +113,31 @@ def test_the_command_reads_the_card_of_the_model(
     assert "'verse'; of this model chat were measured" in capsys.readouterr().err
     assert main(["recommend", *words, "--max-drop", "2"]) == 2
     assert "must be in [0, 1)" in capsys.readouterr().err
+
+
+def test_the_command_reads_the_cards_of_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model = tiny("llama")
+    model.save_pretrained(tmp_path / "model")
+    words = ["--model", str(tmp_path / "model"), "--dtype", "float64"]
+    own = engine_for(model).fingerprint
+
+    def part(place: Path, tokens: float, accepted: float, fingerprint: str = own) -> str:
+        place.mkdir(parents=True)
+        card = {"format": draft_head_file.FORMAT, "part": "eagle", "fingerprints": [fingerprint], "vocabulary": None,
+                "shape": {}, "training_tokens": tokens, "tokens_per_forward": accepted, "acceptance": [0.5, 0.3, 0.2]}
+        (place / draft_head_file.CARD).write_text(json.dumps(card))
+        return str(place)
+
+    part(tmp_path / "cache" / "shoal" / "parts" / "one", 1e6, 2.0)
+    assert "1 of 3 different amounts" in report(capsys, *words)["not_known"][-1]
+    more = [part(tmp_path / f"part{tokens}", tokens, accepted) for tokens, accepted in ((1e5, 1.5), (1e7, 2.5))]
+    (found,) = report(capsys, *words, "--parts", ",".join(more))["drafters"]
+    assert found["pays"] and found["slope"] == pytest.approx(0.5) and found["drafters"] == 3
+    assert main(["recommend", *words, "--parts", ",".join(more)]) == 0
+    assert "eagle: twice the training, 20 million tokens, promises 2.65" in capsys.readouterr().out
+    other = part(tmp_path / "other", 1e6, 2.0, "another")
+    assert main(["recommend", *words, "--parts", other]) == 2
+    assert "is of another model" in capsys.readouterr().err

@@ -25,6 +25,7 @@ from shoal.methods.aded import (
     Trigrams,
     best_first,
     count,
+    merged,
     monte_carlo,
     search,
     trigrams_of,
@@ -83,7 +84,7 @@ def test_a_search_counts_each_iteration_once(seed: int, iterations: int, depth: 
     def check(node: Node) -> None:
         if node.children:
             assert sum(child.visits for child in node.children) == node.visits - 1
-        assert node.depth <= depth
+        assert len(node.path) <= depth
         for child in node.children:
             check(child)
 
@@ -99,6 +100,46 @@ def test_a_search_finds_what_is_likely() -> None:
     best = sum(sorted(every.values(), reverse=True)[:12])
     assert sum(every[words] for words in found) > 0.9 * best
     assert found == paths(monte_carlo(probs, (0, 1), 12, 3, 400, "key"))
+
+
+SEQUENCES = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4).map(tuple), max_size=8)
+
+
+@given(SEQUENCES, st.integers(1, 20))
+def test_sequences_are_merged_where_they_begin_alike(sequences: list[tuple[int, ...]], nodes: int) -> None:
+    """The first beginnings of all sequences, each once."""
+    wanted = list[tuple[int, ...]]()
+    for one in sequences:
+        wanted += [one[:end] for end in range(1, len(one) + 1) if one[:end] not in wanted]
+    found = paths(merged(7, sequences, nodes))
+    assert sorted(found) == sorted(wanted[:nodes])
+
+
+def test_beginnings_of_one_depth_that_differ_are_not_taken_for_one() -> None:
+    tree = merged(7, [(1, 2), (3, 2), (1, 4)], 9)
+    assert tree == TokenTree((7, 1, 3, 2, 4, 2), (-1, 0, 0, 1, 1, 2))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 60), st.integers(2, 4))
+def test_a_search_merges_what_it_visited_with_the_likeliest_token_after_it(
+    seed: int, iterations: int, depth: int
+) -> None:
+    probs, visits = random_law(seed), dict[tuple[int, ...], int]()
+
+    def collect(node: Node) -> None:
+        for child in node.children:
+            if child.visits:
+                visits[child.path] = child.visits
+                collect(child)
+
+    collect(search(probs, (0, 1), depth - 1, iterations, random.Random("key")))
+    after = {path + tuple(t for t, _ in probs((0, 1, *path)[-2:])[:1]) for path in visits}
+    assert set(paths(monte_carlo(probs, (0, 1), 1000, depth, iterations, "key"))) == visits.keys() | after
+    few = set(paths(monte_carlo(probs, (0, 1), 6, depth, iterations, "key")))
+    assert len(few) == min(6, len(visits.keys() | after))
+    left_out = [visits[path] for path in visits.keys() - few]
+    assert all(visits[path] >= max(left_out, default=0) for path in few if path in visits and path not in after)
 
 
 @given(st.lists(st.integers(0, 3), max_size=60))

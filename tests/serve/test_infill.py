@@ -106,6 +106,7 @@ def test_ollamas_suffix(server: Running) -> None:
     ollama = pytest.importorskip("ollama")
     with ollama.Client(host=server.url) as client:
         found = client.generate(MODEL, "ab", suffix="yz", options={"num_predict": 12})
+        assert "insert" in client.show(MODEL).capabilities
     assert found.response == made(server, *PLAIN)
 
 

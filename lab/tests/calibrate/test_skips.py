@@ -18,7 +18,7 @@ from shoal.engine.loading.load import engine_for
 from shoal.errors import Unsupported
 from shoal.model.kv.cache import KVCache
 from shoal.model.runner import SequenceChunk
-from shoal_lab.calibrate.skips import SkipCard, SublayerCosts, _SkipJudge, measure_sublayers, search_skips
+from shoal_lab.calibrate.skips import SkipCard, SublayerCosts, _SkipJudge, byte_costs, measure_sublayers, search_skips
 from shoal_lab.drafts.skips import Skips
 
 COSTS = SublayerCosts(1.0, 2.0, 1.0)
@@ -78,13 +78,26 @@ def test_a_set_is_judged_by_blocks_after_full_depth() -> None:
             total += 4
     assert judge.rate(skips) == pytest.approx(hits / total)
     assert judge.rate(Skips()) == judge.rate(IDLE) == 1.0
+    uneven = _SkipJudge(engine(), PROMPTS, 9, 4, SublayerCosts(1.0, 2.0, 0.1))
+    assert uneven.best_length(Skips(), 1.0) == (0, 1.0)  # nothing is gained, whatever sums round to
 
 
-def test_the_card_is_a_method(tmp_path: Any) -> None:
-    path = search(rounds=20).save(tmp_path / "card.json")
+def test_the_result_is_a_method_that_drafts_without_those_sublayers() -> None:
+    found = search(rounds=20)
     plain = engine().generate(PROMPTS, max_new_tokens=20)
-    results = engine().generate(PROMPTS, method=str(path), max_new_tokens=20)
+    results = engine().generate(PROMPTS, method=found.method(), max_new_tokens=20)
     assert [r.tokens for r in results] == [r.tokens for r in plain]
+
+
+def test_costs_by_bytes_are_those_of_the_matrices() -> None:
+    packed = engine_for(tiny("llama"), backend="packed")
+    layer = tiny("llama").model.layers[0]
+    attention = sum(one.weight.numel() for one in (layer.self_attn.q_proj, layer.self_attn.k_proj,
+                                                   layer.self_attn.v_proj, layer.self_attn.o_proj))
+    mlp = sum(one.weight.numel() for one in (layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj))
+    costs = byte_costs(packed)
+    assert (costs.attention, costs.mlp) == pytest.approx((attention / (attention + mlp), mlp / (attention + mlp)))
+    assert costs.rest == packed.runner.head_layers
 
 
 def test_costs_are_measured() -> None:

@@ -15,12 +15,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 import long_texts
 import shoal
 from shoal.cli import main
+from shoal.engine.cards import card as cards
 from shoal.errors import Unsupported
 from shoal.integrations.transformers import attach
 from shoal.methods import make
 from shoal.methods.tidal import Tidal
 from shoal.model.kv.cache import KVCache
 from shoal.model.runner import SequenceChunk
+from shoal_lab.calibrate import skips
 from shoal_lab.calibrate.reselection import OTHER_SEEDS
 from word_problems import write
 
@@ -56,6 +58,36 @@ def test_two_runs_with_one_seed_give_the_same_card(capsys, argv, tmp_path):
     assert first == second
     other = calibrated(capsys, *argv, *aim, "--no-timing", "--seed", "1")
     assert other["data"]["hash"] != first["data"]["hash"]
+
+
+def test_sublayers_for_drafts(capsys, tiny_folder, problems, tmp_path, monkeypatch):
+    """The card runs on its model, and the model's own card is filled; another model's is refused."""
+    out, own = tmp_path / "skips.json", tmp_path / "shoal.json"
+    argv = ["--for", "draft_and_verify", "--model", tiny_folder, "--suite", problems, "--out", str(out), "--texts", "2",
+            "--trials", "3", "--dtype", "float32"]
+    made = calibrated(capsys, *argv, "--json")
+    assert json.loads(out.read_text()) == made and made["data"]["items"] == 2 and made["found"]["rounds"] == 4
+    assert made["found"]["costs"] == "measured times"
+    engine = shoal.load(tiny_folder, dtype="float32")
+    method = make(str(out))
+    assert method.inner.name == "draft_and_verify"
+    plain = engine.generate("Tom has 15 cups.", max_new_tokens=6).tokens
+    assert engine.generate("Tom has 15 cups.", method=method, max_new_tokens=6).tokens == plain
+    own.write_text(json.dumps({"model": cards.identity(engine), "skips": None, "order": "influence"}))
+    monkeypatch.setattr(skips, "measure_sublayers", None)  # bytes count, not this machine's times
+    made = calibrated(capsys, *argv, "--into", str(own), "--json")
+    filled = json.loads(own.read_text())
+    assert filled["order"] == "influence" and filled["skips"]["rounds"] == 4 and made["found"]["costs"] == "bytes"
+    sets = made["method"]["inner"]["method_args"]
+    found = cards.Card.from_dict(filled, 6).skips
+    assert found == (tuple(sets["skip_attention"]), tuple(sets["skip_mlp"]))
+    before = own.write_text(json.dumps({**filled, "model": {**filled["model"], "norms": ["another"]}}))
+    assert main(["calibrate", *argv, "--into", str(own)]) == 2 and len(own.read_text()) == before
+    assert "give the card of this model" in capsys.readouterr().err
+    assert main(["calibrate", *argv, "--texts", "0"]) == 2
+    monkeypatch.undo()
+    main(["calibrate", *argv])
+    assert "4 sets" in capsys.readouterr().out
 
 
 def test_channels_of_keys(capsys, tiny_folder, problems, tmp_path):

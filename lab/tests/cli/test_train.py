@@ -130,6 +130,7 @@ def test_a_model_is_healed_and_used(capsys: Any, tiny_folder: str, prompts: Path
     (("dynamic_context", "--depths", "3"), "--depths belongs to eagle and medusa and ppd; leave it out"),
     (("ppd", "--vocabulary", "99"), "--vocabulary belongs to eagle and medusa and dynamic_context and first; leave"),
     (("ppd", "--depths", "0"), "--depths is 0; it must be at least 1"),
+    (("medusa", "--copies", "2"), "--copies belongs to ppd; leave it out for medusa"),
     (("eagle", "--groups", "4"), "--groups belongs to read_me; leave it out for eagle"),
     (("read_me", "--groups", "0"), "--groups is 0; it must be at least 1"),
 ])

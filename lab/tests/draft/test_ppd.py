@@ -97,16 +97,36 @@ def test_more_nodes_bring_more_and_no_state_feeds_more_than_that() -> None:
 def test_prompts_stand_behind_their_nodes_one_behind_the_other() -> None:
     guesses = TokenTree((9, 4, 5, 6), (-1, 0, 0, 1))
     state = PromptTree(RankTree((-1, 0, 0, 1), (0, 0, 1, 0)), (1, 3, 0, 2))
-    parents, places = _asides(guesses, state, 9)
+    parents, places = _asides(guesses, state, 9, 3)
     assert (parents, places) == ([0, 1, 5, 6, 3, 8], [0, 0, 1, 2, 0, 1])
     fed = with_asides(guesses, parents, torch.zeros(6, 2))
     assert fed.fed == ((-1, 0, 0, 1, 0, 1, 5, 6, 3, 8), (0, 1, 1, 2, 1, 2, 3, 4, 3, 4))
-    assert [_behind(fed, node) for node in range(4)] == [[0], [1, 2, 3], [], [4, 5]]
-    assert _asides(guesses, state, 2) == ([0, 1], [0, 0])
-    assert _asides(guesses, state, 0) == ([], [])
+    assert [_behind(fed, node) for node in range(4)] == [[[0]], [[1, 2, 3]], [], [[4, 5]]]
+    assert _asides(guesses, state, 2, 3) == ([0, 1], [0, 0])
+    assert _asides(guesses, state, 0, 3) == ([], [])
     short = fed.cut(1)
     assert short.tokens == (9, 4, 5) and short.asides == (0, 1, 4, 5) and len(short.vectors) == 4
     assert fed.cut(2) is fed and with_asides(guesses, [], torch.zeros(0, 2)) is guesses
+
+
+def test_copies_stand_side_by_side() -> None:
+    guesses = TokenTree((9, 4), (-1, 0))
+    state = PromptTree(RankTree.chain(1), (2, 1), copies=2)
+    parents, places = _asides(guesses, state, 9, 3)
+    assert (parents, places) == ([0, 2, 0, 4, 1, 1], [0, 1, 3, 4, 0, 3]) and state.fed == 1 + len(parents)
+    fed = with_asides(guesses, parents, torch.arange(12.0).view(6, 2))
+    assert fed.fed[1] == (0, 1, 1, 2, 1, 2, 2, 2)
+    assert [_behind(fed, node) for node in range(2)] == [[[0, 1], [2, 3]], [[4], [5]]]
+    short = fed.first(1)
+    assert short.asides == (0, 1, 0, 3) and _behind(short, 0) == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize("copies", [2, 3])
+def test_trees_with_copies_feed_no_more_nodes(copies: int) -> None:
+    for nodes in (copies, 9, 20):
+        found = PromptTrees.best(SHARES, nodes, copies)
+        assert 0 < max(tree.fed for tree in found.states) <= nodes and found.states[0].copies == copies
+        assert found.tokens_per_step(SHARES) < PromptTrees.best(SHARES, nodes).tokens_per_step(SHARES) + 1e-9
 
 
 @pytest.mark.parametrize("asides, vectors, message", [
@@ -126,31 +146,33 @@ def test_a_tree_within_some_nodes_keeps_their_prompts() -> None:
     assert len(tree.within(1)) == 1
 
 
-@pytest.mark.parametrize("trees", [PromptTrees.chain(3), PromptTrees.best(SHARES, 14)], ids=["chain", "tree"])
+@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize("kind", ["chain", "tree"])
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
-def test_guesses_are_those_of_an_uncached_forward(backend: Backend, trees: PromptTrees) -> None:
+def test_guesses_are_those_of_an_uncached_forward(backend: Backend, kind: str, copies: int) -> None:
     """Text and prompt tokens one after the other, through transformers' own forward."""
     engine, runner = target("llama"), backend.runner("llama")
-    part = draft_head_file.read(part_for("ppd", "llama"), "ppd", engine.info())
+    trees = PromptTrees.chain(3, copies) if kind == "chain" else PromptTrees.best(SHARES, 14 * copies, copies)
+    part = draft_head_file.read(part_for("ppd" if copies == 1 else "copies", "llama"), "ppd", engine.info())
     proposer = Watched(PromptProposer(part, trees))
     ids, recipe = [prompt(20, 1), prompt(5, 2)], Recipe(DepthPlan.full(6), proposer)
     run = decode(None, ids, recipe, runner=runner, new=16, sampling=Sampling(logit_bias=ECHO), watch=False)
-    vectors = torch.stack([one.detach() for one in ppd(engine).prompts]).double()
+    vectors = torch.stack([one.detach() for one in ppd(engine, copies).prompts]).double().view(copies, 3, -1)
     seen = 0
     for tree in proposer.trees:
         depth = max(tree.depths)
         texts = [seq.tokens[:end] for seq in run.seqs for end in range(seq.prompt_length, len(seq.tokens))
                  if seq.tokens[end] == tree.tokens[0]]
-        seen += any(tree.tokens[1:] == guessed(tree, text, vectors[:depth]) for text in texts) if depth else 0
+        seen += any(tree.tokens[1:] == guessed(tree, text, vectors[:, :depth]) for text in texts) if depth else 0
     assert seen == sum(len(tree) > 1 for tree in proposer.trees) > 4
 
 
 @torch.no_grad()
 def guessed(tree: TokenTree, text: list[int], vectors: torch.Tensor) -> tuple[int, ...]:
-    """Guesses of a tree's nodes if prompt tokens follow this text, without its last token."""
+    """Guesses of a tree's nodes if each copy of the prompt tokens follows this text, without its last token."""
     model = target("llama").model
-    fed = torch.cat([model.get_input_embeddings()(torch.tensor(text)), vectors])[None]
-    logits = model(inputs_embeds=fed).logits[0, len(text) :]
+    fed = [torch.cat([model.get_input_embeddings()(torch.tensor(text)), copy])[None] for copy in vectors]
+    logits = sum(model(inputs_embeds=one).logits[0, len(text) :] for one in fed) / len(fed)
     for token, value in ECHO.items():
         logits[:, token] += value
     best = logits.topk(3).indices.tolist()
@@ -179,6 +201,8 @@ def test_a_part_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     wide._vectors = torch.zeros(2, 33)
     with pytest.raises(Unsupported, match="it is for states of 33 numbers; the model's have 32"):
         wide.begin(HF.runner("llama"), None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="nodes is 1; the trained part .* has 2 prompt tokens for each place, so it"):
+        engine.generate(prompt(5, 1), method=PPD(part_for("copies", "llama"), nodes=1), max_new_tokens=4)
     for options in ({"length": 0}, {"nodes": 0}, {"nodes": 61}):
         with pytest.raises(ValueError, match="it must be"):
             PPD(folder, **options)

@@ -16,7 +16,8 @@ from shoal.decode.worker import Proposer
 from shoal.depth.plan import DepthPlan
 from shoal.model.kv.cache import KVCache
 from shoal.model.runner import SequenceChunk
-from shoal_lab.methods.del_ import DEL, DynamicDrafter, DynamicExit, Exit, best_block, tokens_per_layer
+from shoal.types import ModelInfo
+from shoal_lab.methods.del_ import DEL, DynamicDrafter, DynamicExit, Exit, best_block, spread, tokens_per_layer
 
 
 @settings(max_examples=60, deadline=None)
@@ -56,6 +57,54 @@ def test_estimates_are_those_of_a_naive_computation(blocks: list[list[tuple[bool
         means.append(sum(w * sure for w, hit, sure in entries if hit is kind) / mass if mass else None)
     known = [mean for mean in means if mean is not None]
     assert one.threshold == (pytest.approx(sum(known) / 2) if len(known) == 2 else 0.0)
+
+
+@given(st.integers(1, 40))
+def test_the_first_judged_exits_lie_apart(count: int) -> None:
+    found = spread(range(1, count + 1))
+    assert sorted(found) == list(range(1, count + 1))
+    for first in range(2, count + 1):
+        some = sorted(found[:first])
+        assert max(b - a for a, b in zip(some, [*some[1:], count + 1], strict=True)) <= 2 * -(-count // first)
+
+
+@pytest.mark.parametrize(("exits", "judged"), [(tuple(range(1, 24)), 4), ((3, 9), 4), (tuple(range(1, 6)), 1)])
+def test_every_exit_is_judged_in_turn_and_the_one_in_use_always(exits: tuple[int, ...], judged: int) -> None:
+    drafter = DynamicDrafter(DynamicExit(DEL(exits, judged=judged), exits), stack_of(tiny("llama")), None)  # type: ignore[arg-type]
+    counts = dict.fromkeys(exits, 0)
+    for _ in range(120):
+        drafter._ask({exits[1]})
+        assert exits[1] in drafter._asked and len(drafter._asked) == min(judged, len(exits))
+        assert list(drafter._asked) == sorted(drafter._asked)
+        for one in drafter._asked:
+            counts[one] += 1
+    others = [count for one, count in counts.items() if one != exits[1]]
+    assert counts[exits[1]] == 120 and max(others) - min(others) <= 1
+    drafter._ask(set(exits))
+    assert drafter._asked == exits  # in use by several sequences
+
+
+def test_an_exit_that_was_never_judged_does_not_draft() -> None:
+    """Its rate is that of the prior, which may be above those that are known."""
+    exits = (1, 2, 3, 4, 5)
+    drafter = DynamicDrafter(DynamicExit(DEL(exits), exits), stack_of(tiny("llama")), None)  # type: ignore[arg-type]
+    seq = Unfinished()
+    state = drafter._states[seq]  # type: ignore[index]
+    first = drafter.draft(seq, 9)  # type: ignore[arg-type]
+    assert (first.plan.depth(1), first.length) == (1, 1)
+    state.judged, state.exits[4] = {4, 5}, Exit(matches=9.0, looks=10.0)
+    assert drafter.draft(seq, 9).plan.depth(1) == state.exit_layer == 4  # type: ignore[arg-type]
+    state.exits[4] = Exit(matches=0.0, looks=10.0)
+    assert drafter.draft(seq, 9).length == 0 and state.exit_layer in (4, 5)  # type: ignore[arg-type]
+
+
+class Unfinished:
+    finish_reason = None
+
+
+def test_all_exits_but_the_last_layer_are_there_to_choose_from() -> None:
+    assert DEL().recipe(ModelInfo(6)).proposer.exits == (1, 2, 3, 4, 5)  # type: ignore[union-attr]
+    assert DEL().recipe(ModelInfo(1)).proposer.exits == (1,)  # type: ignore[union-attr]
 
 
 def test_shadow_tokens_are_what_the_exits_would_say() -> None:

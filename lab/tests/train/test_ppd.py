@@ -18,23 +18,25 @@ from tiny_corpus import made
 from trained_parts import ppd, target
 
 
+@pytest.mark.parametrize("copies", [1, 2])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", ["llama", "hybrid", "mistral", "qwen2"])
-def test_outputs_are_those_of_an_uncached_forward(family: str, attention: str) -> None:
-    """One set of prompt tokens after the text up to its place, with the model's own mask."""
+def test_outputs_are_those_of_an_uncached_forward(family: str, attention: str, copies: int) -> None:
+    """Each copy of the prompt tokens by itself after the text up to its place, with the model's own mask."""
     engine = target(family)
     model = copy.deepcopy(engine.model)
     model.set_attn_implementation(attention)
-    module, texts = PromptModule(Base(engine.runner), model, 3, 1), batch(family)
+    module, texts = PromptModule(Base(engine.runner), model, 3, 1, copies), batch(family)
     places = torch.tensor([[2, 9, 18, 3], [0, 14, 5, 6], [17, 12, 1, 11]])
     found = module.outputs(texts.tokens, places)
-    vectors = torch.stack(list(module.prompts)).double()
+    vectors = torch.stack(list(module.prompts)).double().view(copies, 3, -1)
     for row in range(3):
         for column in range(4):
             text = texts.tokens[row, : places[row, column] + 1]
-            fed = torch.cat([engine.model.get_input_embeddings()(text), vectors])[None]
+            fed = [torch.cat([engine.model.get_input_embeddings()(text), one])[None] for one in vectors]
             with torch.no_grad():
-                expected = engine.model.base_model(inputs_embeds=fed).last_hidden_state[0, -3:]
+                states = [engine.model.base_model(inputs_embeds=one).last_hidden_state[0, -3:] for one in fed]
+            expected = torch.stack(states).mean(0)
             assert torch.allclose(found[row, column].double(), expected, atol=1e-4), (row, column)
 
 
@@ -145,3 +147,5 @@ def test_numbers_of_prompts_that_no_step_could_feed_are_refused() -> None:
     for depths in (0, 7):
         with pytest.raises(ValueError, match=f"--depths is {depths}; it must be 1 to 6 prompts"):
             PromptModule(base, model, depths)
+    with pytest.raises(ValueError, match="--copies is 5; with 3 prompts it must be 1 to 4: a step feeds them behind 4"):
+        PromptModule(base, model, 3, copies=5)

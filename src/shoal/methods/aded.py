@@ -8,7 +8,7 @@ import math
 import random
 import struct
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -53,7 +53,7 @@ class ADED(DraftingMethod):
 
     The paper builds its table from a large corpus. Here a corpus is optional: prompts and answers fill the table, too,
     from request to request; those of one `cache_salt` teach no other's. By default the tree holds the likeliest paths.
-    "mcts" searches for paths as the paper does, at more cost.
+    "mcts" searches for sequences as the paper does, at more cost, and merges the most visited ones into a tree.
 
     Attributes:
         corpus: a UTF-8 text file whose tri-grams the table begins with, or a static n-gram file as llama.cpp's
@@ -221,61 +221,82 @@ class Node:
 
     Attributes:
         pair: its last two tokens.
-        depth: guesses so far.
+        path: its guesses.
         share: probability of its last token given the ones before; of the whole path in `best_first`.
         visits, reward: of the Monte-Carlo search.
         children: of the Monte-Carlo search, in the order of the distribution.
     """
 
     pair: Pair
-    depth: int = 0
+    path: tuple[int, ...] = ()
     share: float = 1.0
     visits: int = 0
     reward: float = 0.0
     expanded: bool = False
     children: list[Node] = field(default_factory=list)
 
+    def then(self, token: int, share: float) -> Node:
+        """The continuation with one more token."""
+        return Node((self.pair[1], token), (*self.path, token), share)
+
 
 def best_first(probs: Distribution, pair: Pair, nodes: int, depth: int) -> TokenTree:
     """The `nodes` likeliest continuations of up to `depth` tokens; their beginnings are always among them."""
 
     def below(node: Node) -> Iterable[Node]:
-        successors = probs(node.pair) if node.depth < depth else ()
-        return (Node((node.pair[1], token), node.depth + 1, node.share * share) for token, share in successors)
+        successors = probs(node.pair) if len(node.path) < depth else ()
+        return (node.then(token, node.share * share) for token, share in successors)
 
-    return _best(Node(pair), nodes, below, lambda node: node.share)
+    found = _ranked(Node(pair), below, lambda node: node.share)
+    return merged(pair[1], (node.path for node in found), nodes)
 
 
 def monte_carlo(probs: Distribution, pair: Pair, nodes: int, depth: int, iterations: int, key: str) -> TokenTree:
-    """The `nodes` most visited continuations of a Monte-Carlo tree search, with random numbers by `key`.
+    """The most visited sequences of a Monte-Carlo tree search as one tree, with random numbers by `key`.
 
     Each iteration descends by PUCT to a node that is not yet expanded, expands it, rolls out by draws from the
-    distribution and rewards the path with 1 plus the probabilities along it.
+    distribution and rewards the path with 1 plus the probabilities along it. As in the authors' code, a sequence goes
+    on with its likeliest token. They take 24 sequences; here as many as give `nodes` guesses.
     """
-    root = search(probs, pair, depth, iterations, random.Random(key))
-    return _best(root, nodes, lambda node: [child for child in node.children if child.visits], lambda node: node.visits)
+    root = search(probs, pair, max(1, depth - 1), iterations, random.Random(key))
+    found = _ranked(root, lambda node: [child for child in node.children if child.visits], lambda node: node.visits)
+    return merged(pair[1], (_gone_on(probs, node, depth) for node in found), nodes)
 
 
-def _best(root: Node, nodes: int, below: Callable[[Node], Iterable[Node]], value: Callable[[Node], float]) -> TokenTree:
-    """The tree of the `nodes` continuations of highest value, of which a child never has more than its parent."""
-    waiting: list[tuple[float, int, Node, Node]] = []
-    chosen, numbers = list[tuple[Node, Node]](), itertools.count()
+def _gone_on(probs: Distribution, node: Node, depth: int) -> tuple[int, ...]:
+    """A sequence of at most `depth` tokens, and the likeliest one after it if there is room."""
+    likeliest = probs(node.pair)[:1] if len(node.path) < depth else ()
+    return (*node.path, *(token for token, _ in likeliest))
 
-    def push(parent: Node) -> None:
-        for child in below(parent):
-            heapq.heappush(waiting, (-value(child), next(numbers), parent, child))
 
-    push(root)
-    while waiting and len(chosen) < nodes:
-        chosen.append(heapq.heappop(waiting)[2:])
-        push(chosen[-1][1])
-    children = defaultdict[int, list[Node]](list)
-    for parent, child in chosen:
-        children[id(parent)].append(child)
-    grown, queue = Growth(root.pair[1]), deque([(0, root)])
+def _ranked(root: Node, below: Callable[[Node], Iterable[Node]], value: Callable[[Node], float]) -> Iterator[Node]:
+    """Continuations, the one of highest value first; a child never has more than its parent."""
+    waiting, numbers, node = list[tuple[float, int, Node]](), itertools.count(), root
+    while True:
+        for child in below(node):
+            heapq.heappush(waiting, (-value(child), next(numbers), child))
+        if not waiting:
+            return
+        node = heapq.heappop(waiting)[-1]
+        yield node
+
+
+def merged(root: int, sequences: Iterable[tuple[int, ...]], nodes: int) -> TokenTree:
+    """Sequences after `root` as one tree of at most `nodes` guesses: equal beginnings stand once, the first go first.
+
+    The authors' code numbers tokens by depth alone, so that beginnings which differ may be taken for one.
+    """
+    below: dict[tuple[int, ...], list[tuple[int, ...]]] = {(): []}
+    for beginning in (one[:end] for one in sequences for end in range(1, len(one) + 1)):
+        if len(below) > nodes:
+            break
+        if beginning not in below:
+            below[beginning] = []
+            below[beginning[:-1]].append(beginning)
+    grown, queue = Growth(root), deque[tuple[int, tuple[int, ...]]]([(0, ())])
     while queue:
-        index, node = queue.popleft()
-        queue.extend((grown.add(child.pair[1], index), child) for child in children[id(node)])
+        index, path = queue.popleft()
+        queue.extend((grown.add(child[-1], index), child) for child in below[path])
     return grown.tree()
 
 
@@ -287,9 +308,9 @@ def search(probs: Distribution, pair: Pair, depth: int, iterations: int, numbers
         while path[-1].children:
             path.append(_chosen(path[-1]))
         leaf = path[-1]
-        if leaf.depth < depth and not leaf.expanded:
+        if len(leaf.path) < depth and not leaf.expanded:
             leaf.expanded = True
-            leaf.children = [Node((leaf.pair[1], token), leaf.depth + 1, share) for token, share in probs(leaf.pair)]
+            leaf.children = [leaf.then(token, share) for token, share in probs(leaf.pair)]
         reward = 1 + sum(node.share for node in path[1:]) + _rollout(probs, leaf, depth, numbers)
         for node in path:
             node.visits += 1
@@ -311,7 +332,7 @@ def _chosen(node: Node) -> Node:
 def _rollout(probs: Distribution, leaf: Node, depth: int, numbers: random.Random) -> float:
     """The probabilities along a path that is drawn from the distribution, summed."""
     pair, total = leaf.pair, 0.0
-    for _ in range(leaf.depth, depth):
+    for _ in range(len(leaf.path), depth):
         successors = probs(pair)
         if not successors:
             break

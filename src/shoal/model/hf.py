@@ -23,6 +23,7 @@ from shoal.model.kv.cache import KVCache
 from shoal.model.kv.layer import KVLayer
 from shoal.model.masks import Asker, mask, reads_apart, seq_mask
 from shoal.model.own_inputs import warmed
+from shoal.model.padding import alike
 from shoal.model.prepacked import (
     ATTENTION,
     MLP,
@@ -321,7 +322,7 @@ class _Call:
 
 
 class _PaddedCall(_Call):
-    """A forward with sequences padded to the longest: hidden states [R, m, D]."""
+    """A forward with sequences padded to the longest of those that share a call: hidden states [R, m, D]."""
 
     def __init__(
         self, runner: HFRunner, chunks: Sequence[SequenceChunk], cache: KVCache, hidden: Tensor | None = None
@@ -331,14 +332,22 @@ class _PaddedCall(_Call):
 
     def run(self, layer: int, piece: LayerWork) -> None:
         """Run a piece of work and update the hidden states."""
+        self.hidden = self.hidden.clone()  # parts of it may be written to, and hooks may hold what it was
         if layer in self.runner.parts.states:
             for index in piece.chunks:
                 self._run_recurrent(layer, piece, index)
-        elif self.runner.alone and len(self.chunks) > 1:
-            for index in range(len(self.chunks)):
-                self._run(layer, piece.of_seq(index))
-        else:
-            self._run(layer, piece)
+            return
+        for group in self._shared("groups", piece, lambda: self._groups(piece)):
+            self._run(layer, piece.of_seqs(group))
+
+    def _groups(self, piece: LayerWork) -> list[list[int]]:
+        """Numbers of the chunks that share a call."""
+        if self.runner.alone:
+            return [[index] for index in piece.chunks]
+        numbers, counts = self._seqs(piece)
+        slots = [self.cache.positions[seq] + count for seq, count in zip(numbers, counts, strict=True)]
+        groups = alike(counts, slots, self.hidden.shape[-1])
+        return [[piece.chunks[index] for index in group] for group in groups]
 
     def _run(self, layer: int, piece: LayerWork) -> None:
         if piece.first == piece.last:

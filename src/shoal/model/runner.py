@@ -206,6 +206,13 @@ class LayerWork:
         firsts[index], lasts[index] = first, last
         return LayerWork(self.part, tuple(firsts), tuple(lasts))
 
+    def of_seqs(self, indices: Sequence[int]) -> LayerWork:
+        """The work of some chunks."""
+        lasts = [*self.first]
+        for index in indices:
+            lasts[index] = self.last[index]
+        return LayerWork(self.part, self.first, tuple(lasts))
+
     def flat(self, sizes: Sequence[int]) -> list[int] | None:
         """Indices of its tokens among all tokens of chunks of these sizes, one after the other; None for all tokens."""
         if not any(self.first) and list(self.last) == list(sizes):

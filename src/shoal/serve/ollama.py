@@ -17,6 +17,7 @@ from shoal.serve.errors import no_model
 from shoal.serve.handler import RequestHandler
 from shoal.serve.protocol.bodies import CompletionBody, read
 from shoal.serve.protocol.fields import OLLAMA
+from shoal.serve.protocol.infill import marks_in
 from shoal.serve.protocol.ollama import OllamaBody, OllamaWire, as_chat, as_completion, asks_nothing
 from shoal.serve.protocol.thoughts import Reading, tags_of
 from shoal.serve.protocol.wire import Json
@@ -78,7 +79,9 @@ class OllamaRoutes:
         self._known(given.get("model") or given.get("name"))
         engine, family = self._engine, self._family
         template = str(getattr(engine.tokenizer, "chat_template", None) or "")
-        able = {"completion": True, "tools": "tools" in template, "thinking": tags_of(template) is not None}
+        fills = engine.tokenizer is not None and marks_in(engine.tokenizer.get_vocab()) is not None
+        able = {"completion": True, "tools": "tools" in template, "insert": fills,
+                "thinking": tags_of(template) is not None}
         parameters = [f"{name} {value}" for name, value in filled({}, engine.sampling).items()]
         return {
             "modelfile": f"FROM {self._name}", "parameters": "\n".join(parameters), "template": template,

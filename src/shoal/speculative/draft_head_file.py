@@ -150,6 +150,22 @@ def _runs(folder: Path, kind: str, info: ModelInfo) -> bool:
     return True
 
 
+def cards_of(info: ModelInfo, folders: Sequence[str] = ()) -> list[Mapping[str, Any]]:
+    """The cards of all heads for this model, whatever their kind: those in `folders`, the user's cache, and Shoal's.
+
+    Raises:
+        ValueError: a folder that was named has no card, or one of another model.
+    """
+    found = [_card(Path(folder) / CARD) for folder in folders]
+    for folder, card in zip(folders, found, strict=True):
+        if not _is_one_of(card["fingerprints"], info):
+            raise ValueError(f"the trained part {folder!r} is of another model; name parts of this one")
+    for place in (cache_folder() / "parts", SHIPPED):
+        found += [card for path in sorted(place.glob(f"*/{CARD}")) if _is_one_of((card := _card(path))["fingerprints"],
+                                                                                info)]
+    return [card for number, card in enumerate(found) if card not in found[:number]]
+
+
 def _is_one_of(fingerprints: Sequence[str], info: ModelInfo) -> bool:
     """Whether the model has one of these fingerprints; False if its own cannot be computed."""
     assert info.fingerprint is not None

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from shoal.depth.plan import DepthPlan
+from shoal.engine.cards import card as cards
 from shoal.engine.engine import Engine
 from shoal.engine.request import prompt_ids
 from shoal.errors import Unsupported
+from shoal.methods.calibrated import Calibrated
+from shoal.model.packed.runner import PackedRunner
 from shoal.model.runner import SequenceChunk
+from shoal_lab.calibrate.calibration import data_hash
 from shoal_lab.components.rewind import earliest, rewound
 from shoal_lab.drafts.agreement import agreements
 from shoal_lab.drafts.skip_search import SkipSearch
 from shoal_lab.drafts.skips import Skips, sublayers
+from shoal_lab.eval.items import Item
+from shoal_lab.eval.study import model_name
 from shoal_lab.methods.draft_and_verify import DraftAndVerify
 
 _START = 0.35
@@ -65,13 +68,46 @@ class SkipCard:
         """The method with these sublayers."""
         return DraftAndVerify(self.skips.attention, self.skips.mlp)
 
-    def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write a card for `method="....json"`."""
-        found: dict[str, Any] = {"rate": self.rate, "length": self.length, "speedup": self.speedup}
-        path = Path(path)
-        text = json.dumps({**self.method().to_dict(), **found, "rounds": self.rounds}, indent=1)
-        path.write_text(text + "\n", encoding="utf-8")
-        return path
+    def entry(self) -> dict[str, Any]:
+        """What a model's card says of a search whose costs were `byte_costs`."""
+        return {"attention": list(self.skips.attention), "mlp": list(self.skips.mlp), "rate": round(self.rate, 3),
+                "length": self.length, "by_bytes": round(self.speedup, 3), "rounds": self.rounds}
+
+
+def method_card(
+    engine: Engine, found: SkipCard, *, suite: str, items: Sequence[Item], seed: int, costs: str,
+    versions: dict[str, str],
+) -> dict[str, Any]:
+    """The result as JSON, which `methods.make` reads as a method that is bound to the model.
+
+    Args:
+        engine: the model.
+        found: the result.
+        suite, items, seed: the texts, and the seed of their choice and of the search.
+        costs: what the sets were judged by, in words.
+        versions: of the libraries.
+    """
+    return {
+        "format": 1,
+        "method": Calibrated(found.method(), engine.fingerprint).to_dict(),
+        "model": {"name": model_name(engine), "fingerprint": engine.fingerprint,
+                  "num_layers": engine.runner.num_layers, "dtype": str(engine.runner.dtype).removeprefix("torch.")},
+        "data": {"suite": suite, "items": len(items), "hash": data_hash(items), "seed": seed},
+        "found": {"rate": found.rate, "length": found.length, "speedup": found.speedup, "rounds": found.rounds,
+                  "costs": costs},
+        "versions": versions,
+    }
+
+
+def filled(data: dict[str, Any], engine: Engine, found: SkipCard) -> dict[str, Any]:
+    """A model's card with these sublayers in place of its own; ValueError if it is another model's."""
+    own, here = data.get("model"), cards.identity(engine)
+    if not isinstance(own, dict) or own.get("sizes") != here["sizes"] or not set(own.get("norms", ())) & set(
+            here["norms"]):
+        name = own.get("name") if isinstance(own, dict) else None
+        raise ValueError(f"the card is of {name!r}, and its norms or sizes are not those of {here['name']!r}; give the "
+                         "card of this model")
+    return {**data, "skips": found.entry()}
 
 
 def search_skips(
@@ -122,6 +158,16 @@ def search_skips(
     rate = judge.rate(search.best)
     length, speedup = judge.best_length(search.best, rate)
     return SkipCard(search.best, rate, length, speedup, search.tried)
+
+
+def byte_costs(engine: Engine) -> SublayerCosts:
+    """Bytes of an attention or recurrence, an MLP and the LM head in layers: what no machine changes."""
+    if not isinstance(engine.runner, PackedRunner):
+        return SublayerCosts(0.25, 0.75, engine.runner.head_layers)
+    layers = engine.runner.weights.layers
+    mixers = sum(matrix.nbytes for layer in layers for matrix in (layer.qkv, layer.out, *layer.of_mixer))
+    share = mixers / sum(layer.nbytes for layer in layers)
+    return SublayerCosts(share, 1 - share, engine.runner.head_layers)
 
 
 def measure_sublayers(engine: Engine) -> SublayerCosts:
@@ -207,5 +253,5 @@ class _SkipJudge:
         layers, costs = self._runner.num_layers, self._costs
         whole, draft = costs.forward(layers, Skips()), costs.forward(layers, skips)
         values = [sum(rate**j for j in range(n + 1)) * whole / (whole + n * draft) for n in range(longest + 1)]
-        best = max(range(longest + 1), key=values.__getitem__)
+        best = max(range(longest + 1), key=lambda length: (round(values[length], 9), -length))  # sums differ by little
         return best, values[best]

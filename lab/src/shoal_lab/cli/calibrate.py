@@ -1,7 +1,7 @@
 """Find the depth schedule that saves most for a given loss of quality, and write it as a card.
 
 With --for double_sparsity, rank the dimensions of keys for that method instead; with --for tidal, find the layer that
-selects KV slots again.
+selects KV slots again; with --for draft_and_verify, the sublayers that a draft can skip.
 
 The card runs anywhere a method does (--method card.json) and refuses other models. Calibration reads other items than
 an evaluation does. Two runs with one seed write the same card, except for measured times.
@@ -23,6 +23,7 @@ from shoal_lab.cli import measuring
 
 if TYPE_CHECKING:
     from shoal.engine.engine import Engine
+    from shoal_lab.calibrate.skips import SkipCard
     from shoal_lab.eval.evaluate import Evaluator
     from shoal_lab.eval.items import Item
 
@@ -33,6 +34,7 @@ EXAMPLES = """examples:
   shoal calibrate --suite wikitext2 --data DIR --metric perplexity --max-drop 0.02 --out card.json
   shoal calibrate --for double_sparsity --suite wikitext2 --data DIR --out channels.json
   shoal calibrate --for tidal --suite needle,novels --context 4k --data DIR --out tidal.json
+  shoal calibrate --for draft_and_verify --suite chat --data DIR --minutes 10 --out skips.json
   shoal calibrate --for adadec --suite humaneval --data DIR --out adadec.json
   shoal calibrate --for atts --draft SMALLER --suite humaneval --data DIR --out atts.json
   shoal generate --method card.json "Tom has 15 cups. He buys 4 boxes with 6 cups each. How many cups does he have now?"
@@ -42,11 +44,12 @@ EXAMPLES = """examples:
 def add_arguments(parser: Parser) -> None:
     """Declare the options."""
     aim = parser.add_argument_group("aim")
-    aim.add_argument("--for", dest="purpose", choices=("depth", "adadec", "atts", "double_sparsity", "tidal"),
-                     default="depth",
+    aim.add_argument("--for", dest="purpose", default="depth",
+                     choices=("depth", "adadec", "atts", "double_sparsity", "draft_and_verify", "tidal"),
                      help="a depth schedule, the entropy from which on adadec pauses, the scores that atts compares "
-                     "with, the dimensions that double_sparsity scores by, or the layer in which tidal selects anew; "
-                     "for the latter four only --suite, --data, --loss-n, --seed, --threads and --out count")
+                     "with, the dimensions that double_sparsity scores by, the sublayers that draft_and_verify skips, "
+                     "or the layer in which tidal selects anew; for all but the first only --suite, --data, --loss-n, "
+                     "--seed, --threads and --out count, for draft_and_verify --trials and --minutes too")
     aim.add_argument("--metric", choices=("accuracy", "perplexity", "agreement"), default="accuracy",
                      help="what must not drop; agreement is ROUGE-L with the full model's answers")
     aim.add_argument("--max-drop", metavar="X", type=float, default=0.01, help="how much it may drop: 0.01 is one "
@@ -57,6 +60,11 @@ def add_arguments(parser: Parser) -> None:
     pair.add_argument("--draft-tokens", metavar="N", type=int, default=64, help="tokens of a chunk")
     pair.add_argument("--samples", metavar="N", type=int, default=4, help="chunks of each item")
     pair.add_argument("--temperature", metavar="T", type=float, default=0.8, help="at which they are drawn")
+    drafts = parser.add_argument_group("for draft_and_verify")
+    drafts.add_argument("--texts", metavar="N", type=int, default=8, help="answers on which sets are judged, in place "
+                        "of --loss-n")
+    drafts.add_argument("--into", metavar="CARD.json", type=Path, help="a model's card that the sets go to as well; "
+                        "they are then judged by the bytes that they read, so that this machine does not count")
     long = parser.add_argument_group("for tidal, whose --suite names suites of long contexts: needle, novels, ...")
     long.add_argument("--context", metavar="N", default="4k", help="tokens of a context")
     long.add_argument("--contexts", metavar="N", type=int, default=2, help="contexts of each suite")
@@ -89,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     """Calibrate, print the result, end with one JSON line."""
     if args.purpose != "depth":
         return {"adadec": _learn_pauses, "atts": _score_chunks, "double_sparsity": _channels,
-                "tidal": _reselection}[args.purpose](args)
+                "draft_and_verify": _search_skips, "tidal": _reselection}[args.purpose](args)
     from shoal_lab.calibrate.calibration import Aim, card, search
     from shoal_lab.eval import suites
     from shoal_lab.eval.evaluate import Evaluator
@@ -221,6 +229,48 @@ def _score_chunks(args: argparse.Namespace) -> int:
               f"--method {args.out}")
     common.print_json(made)
     return 0
+
+
+def _search_skips(args: argparse.Namespace) -> int:
+    """Search for the sublayers that a draft can skip; ends with one JSON line."""
+    from shoal.engine.cards.card import load_json
+    from shoal_lab.calibrate import skips
+    from shoal_lab.eval import suites
+    from shoal_lab.eval.items import encode
+
+    for option in ("texts", "trials"):
+        if getattr(args, option) < 1:
+            raise ValueError(f"--{option} is {getattr(args, option)}; it must be at least 1")
+    suite, own = suites.get(_suite(args)), None if args.into is None else load_json(args.into)
+    _check_out(args.out)
+    items = suite.items(args.data, "calibration", args.texts, args.seed)
+    engine = _engine(args)
+    if engine.tokenizer is None:
+        raise ValueError("the model has no tokenizer, so there is no text that it can read")
+    samples = encode(items, engine.tokenizer, None, engine.runner.max_positions)
+    _tell("answering, and trying sets of sublayers")
+    found = skips.search_skips(
+        engine, [list(one.prompt) for one in samples], seconds=60 * (args.minutes or 1.0), rounds=args.trials,
+        seed=args.seed, costs=None if own is None else skips.byte_costs(engine))
+    made = skips.method_card(engine, found, suite=suite.name, items=items, seed=args.seed, versions=_versions(),
+                             costs="measured times" if own is None else "bytes")
+    if own is not None:
+        args.into.write_text(json.dumps(skips.filled(own, engine, found)) + "\n", encoding="utf-8")
+    args.out.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+    if not args.json:
+        print(_skips_text(found, args.out))
+    common.print_json(made)
+    return 0
+
+
+def _skips_text(found: SkipCard, out: Path) -> str:
+    """What the best set leaves out, and what it promises."""
+    if not found.length:
+        return (f"none of {found.rounds} sets of sublayers can be skipped with a gain: a draft without them is not "
+                f"right often enough for what it costs. Written to {out}")
+    return (f"attention of layers {list(found.skips.attention)} and MLP of layers {list(found.skips.mlp)} are "
+            f"skipped: {found.rate:.1%} of the words are the same, {found.speedup:.2f}x with {found.length} guesses at "
+            f"a time, as far as costs say; the best of {found.rounds} sets. It is run by --method {out}")
 
 
 def _engine(args: argparse.Namespace) -> Engine:

@@ -58,7 +58,7 @@ _KEEP = {CONTEXT: 0.5, ROUTERS: 0.8}
 _BATCH, _RATE, _PROMPTS_RATE = 2048, 3e-3, 3e-2
 _SHARED = ("part", "out", "steps", "batch", "rate", "minutes", "seed", "threads", "json", "causal")
 """Options of a model trained from scratch."""
-_ONLY = {**dict.fromkeys(("steps", "causal"), (SCRATCH,)), "depths": (*KINDS, PROMPTS),
+_ONLY = {**dict.fromkeys(("steps", "causal"), (SCRATCH,)), "depths": (*KINDS, PROMPTS), "copies": (PROMPTS,),
          "vocabulary": (*KINDS, CONTEXT, ROUTERS), "weights": (*KINDS, CONTEXT, ROUTERS, EXPERTS),
          **dict.fromkeys(("groups", "shared", "experts"), (EXPERTS,)),
          **dict.fromkeys(("layers", "block", "window", "mask_token"), (DRAFTER,)),
@@ -105,7 +105,9 @@ def add_arguments(parser: Parser) -> None:
     what.add_argument("--vocabulary", metavar="N", type=int, default=8192, help="tokens that are guessed: those that "
                       "the answers use most")
     what.add_argument("--depths", metavar="N", type=int, help="eagle: guesses in a row that are trained, 3 if none; "
-                      "medusa: heads, 4 if none; ppd: vectors, 3 if none")
+                      "medusa: heads, 4 if none; ppd: places ahead, 3 if none")
+    what.add_argument("--copies", metavar="N", type=int, default=1, help="ppd: vectors for each place, whose guesses "
+                      "are averaged")
     what.add_argument("--weights", choices=("int8", "int6", "bfloat16", "float32"), default="int8", help="how it is "
                       "stored")
     what.add_argument("--layers", metavar="N", type=int, default=2, help="drafter: layers of the model, first and "
@@ -302,8 +304,8 @@ def _report(args: argparse.Namespace, found: dict[str, Any]) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """Refuse numbers below 1, and options that the kind does not have."""
-    for name in ("each", "tokens", "max_new_tokens", "epochs", "steps", "batch", "vocabulary", "depths", "rank",
-                 "groups", "experts"):
+    for name in ("each", "tokens", "max_new_tokens", "epochs", "steps", "batch", "vocabulary", "depths", "copies",
+                 "rank", "groups", "experts"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least 1")
     if args.part == HEAL and args.under is None and args.student is None:
@@ -386,7 +388,7 @@ def _module(
         plain = _plain(args, args.student, "bfloat16" if half else "float32")
         return HealModule(Base(engine.runner), plain, plans, args.rank, args.seed, args.recompute, half)
     if args.part == PROMPTS:
-        return PromptModule(Base(engine.runner), _plain(args), args.depths or 3, args.seed)
+        return PromptModule(Base(engine.runner), _plain(args), args.depths or 3, args.seed, args.copies)
     if args.part == EXPERTS:
         plain = _plain(args)
         neurons = group_neurons(plain, some_answers(answers), args.groups, args.shared, args.seed)

@@ -4,14 +4,16 @@ They are part of the verifying forward, behind each node at which the accepted p
 the text, the path to its node and the earlier prompt tokens, and its logits guess the token j after the next one. No
 text token sees a prompt token, and prompt tokens are never kept, so the output does not change.
 
-Nothing is known yet behind the prompt of a request, so the first step only makes guesses. The paper's ensembles of
-virtual tokens are left out: each prompt token is one vector, as in its released models.
+Nothing is known yet behind the prompt of a request, so the first step only makes guesses. There may be several prompt
+tokens for each place, the paper's ensembles of virtual tokens: copy c of one sees copy c of the earlier ones, and the
+logits of the copies are averaged. Its released models have one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -26,12 +28,13 @@ from shoal.errors import Unsupported
 from shoal.model.kv.cache import KVCache
 from shoal.model.runner import HiddenStateHook, ModelRunner, OfLayers, SequenceChunk
 from shoal.speculative.draft_head_file import DraftHead
+from shoal_lab.drafts.prompt_sizes import PromptSizes
 from shoal_lab.drafts.prompt_tree import PromptTree, PromptTrees
 
 PROMPTS = "prompts.{}"
-"""Tensors of a component: [D] per prompt token, the input of the first layer."""
+"""Tensors of a component: [D] per prompt token, the input of the first layer, copy after copy."""
 MOST_PROMPTS = 6
-"""Most prompt tokens: the longest forward has a chain of that many guesses, and as many prompt tokens per node."""
+"""Most places with prompt tokens: a forward has a chain of that many guesses, and as many prompt tokens per node."""
 
 
 @dataclass(eq=False)
@@ -41,21 +44,24 @@ class PromptProposer(Proposer):
     Attributes:
         part: a component of kind `ppd`.
         trees: what is fed in each state; at most one state more than the component has prompt tokens.
+        sizes: trees of several sizes instead, of which the measured times of forwards choose.
     """
 
     part: DraftHead
     trees: PromptTrees
+    sizes: PromptSizes | None = None
 
     def __post_init__(self) -> None:
         hidden = self.part.size("hidden")
-        count = len(self.trees.states) - 1
-        self._vectors = torch.stack([self.part.take(PROMPTS.format(place), hidden) for place in range(count)])
+        copies, places = copies_of(self.part), self.part.size("prompts")
+        wanted = [copy * places + place for copy in range(copies) for place in range(len(self.trees.states) - 1)]
+        self._vectors = torch.stack([self.part.take(PROMPTS.format(one), hidden) for one in wanted])
         self.part.check_taken(PROMPTS.partition("{")[0])  # fewer states need fewer prompt tokens
 
     @property
     def most_fed(self) -> int:
         """Most fed nodes, prompt tokens included."""
-        return max(tree.fed for tree in self.trees.states)
+        return max(one.most_fed for one in (self.trees, *(self.sizes.trees if self.sizes else ())))
 
     def begin(self, runner: ModelRunner, cache: KVCache) -> PromptDrafter:
         """A drafter.
@@ -68,7 +74,12 @@ class PromptProposer(Proposer):
         if found != self._vectors.shape[1]:
             why = f"it is for states of {self._vectors.shape[1]} numbers; the model's have {found}"
             raise Unsupported(f"the trained part {self.part.name!r}", why, "Train one for this model with shoal train")
-        return PromptDrafter(self.trees, self._vectors.to(runner.device), runner)
+        return PromptDrafter(self.trees, self._vectors.to(runner.device), runner, self.sizes)
+
+
+def copies_of(part: DraftHead) -> int:
+    """Prompt tokens for each place; cards of parts with one of them need not say so."""
+    return part.size("copies") if "copies" in part.shape else 1
 
 
 @dataclass(slots=True)
@@ -77,7 +88,7 @@ class _Ready:
 
     Attributes:
         fed: last states [prompts, D] of all prompt tokens in its last forward; None if there were none.
-        states: [prompts, D], of those behind the node where the accepted path ended.
+        states: [places, copies, D], of those behind the node where the accepted path ended.
     """
 
     fed: Tensor | None
@@ -89,12 +100,17 @@ class PromptDrafter(Drafter):
 
     Args:
         trees: what is fed in each state.
-        vectors: [prompts, D].
+        vectors: [copies * places, D], copy after copy.
         runner: the target.
+        sizes: trees of several sizes, one of which is fed instead.
     """
 
-    def __init__(self, trees: PromptTrees, vectors: Tensor, runner: ModelRunner) -> None:
+    def __init__(
+        self, trees: PromptTrees, vectors: Tensor, runner: ModelRunner, sizes: PromptSizes | None = None
+    ) -> None:
         self._trees, self._vectors, self._runner = trees, vectors, runner
+        self._copies = len(vectors) // (len(trees.states) - 1)
+        self._sizes, self._others = sizes, 0
         self._ready: dict[SequenceState, _Ready] = {}
 
     @override
@@ -125,16 +141,25 @@ class PromptDrafter(Drafter):
         for seq, tree, outcome in zip(report.seqs, report.trees, report.outcomes, strict=True):
             one = self._ready.get(seq)
             if one is not None and one.fed is not None and isinstance(tree, PromptedTree):
-                one.states, one.fed = one.fed[_behind(tree, outcome.path[-1])], None
+                found = torch.tensor(_behind(tree, outcome.path[-1]), dtype=torch.int64)
+                one.states, one.fed = one.fed[found.view(self._copies, -1).T], None
+        if self._sizes is not None:
+            self._sizes.observe(report.whole)
+            self._others = len(report.whole.seqs) - len(report.seqs)
 
     @torch.no_grad()
     def propose(self, seqs: Sequence[SequenceState], limits: Sequence[int]) -> list[TokenTree]:
         """A tree per sequence, with prompt tokens behind its nodes; only the last token if nothing may be guessed."""
+        if self._sizes is not None:
+            found = self._sizes.best(len(seqs) + self._others)
+            if found is None:
+                return [TokenTree.chain(seq.tokens[-1:]) for seq in seqs]
+            self._trees = found
         known = {place: states for place, (seq, limit) in enumerate(zip(seqs, limits, strict=True))
                  if limit and (states := self._states(seq, limit)) is not None}
         tables: dict[int, list[list[int]]] = {}
         if known:
-            logits = self._runner.exit_logits(torch.cat(list(known.values())))
+            logits = self._averaged(torch.cat(list(known.values())))
             parts = logits.split([len(states) for states in known.values()])
             tables = {place: self._best(seqs[place], part) for place, part in zip(known, parts, strict=True)}
         for place in known:
@@ -142,8 +167,12 @@ class PromptDrafter(Drafter):
         return [self._tree(seq, tables.get(place, ()), limit) if limit else TokenTree.chain(seq.tokens[-1:])
                 for place, (seq, limit) in enumerate(zip(seqs, limits, strict=True))]
 
+    def _averaged(self, states: Tensor) -> Tensor:
+        """Logits [n, V] from states [n, copies, D]."""
+        return self._runner.exit_logits(states.flatten(0, 1)).view(*states.shape[:2], -1).mean(1)
+
     def _states(self, seq: SequenceState, limit: int) -> Tensor | None:
-        """States [n, D] of the prompt tokens that give the guesses, at most `limit`; None if there are none."""
+        """States [n, copies, D] that give the guesses, of at most `limit` places; None if there are none."""
         one = self._ready.get(seq)
         if one is None or one.states is None or not len(one.states):
             return None
@@ -159,7 +188,7 @@ class PromptDrafter(Drafter):
         """The guesses of a sequence, with prompt tokens only at positions up to its last possible token."""
         state = self._trees.states[min(len(table), len(self._trees.states) - 1)].capped(limit)
         guesses = state.guesses.filled(seq.tokens[-1], table, len(table))
-        parents, places = _asides(guesses, state, seq.room - 1)
+        parents, places = _asides(guesses, state, seq.room - 1, len(self._trees.states) - 1)
         return with_asides(guesses, parents, self._vectors[places])
 
 
@@ -222,21 +251,22 @@ def with_asides(tree: TokenTree, parents: Sequence[int], vectors: Tensor) -> Tok
     return PromptedTree(tree.tokens, tree.parents, tree.draft_probs, tuple(parents), vectors)
 
 
-def _asides(guesses: TokenTree, state: PromptTree, deepest: int) -> tuple[list[int], list[int]]:
-    """For each prompt token behind the nodes, its parent and its index; node by node."""
+def _asides(guesses: TokenTree, state: PromptTree, deepest: int, most: int) -> tuple[list[int], list[int]]:
+    """For each prompt token behind the nodes, its parent, and its place of `most`, copy after copy; node by node."""
     parents, places, size = list[int](), list[int](), len(guesses)
-    for node, count in enumerate(state.prompts):
+    for (node, count), copy in product(enumerate(state.prompts), range(state.copies)):
         for place in range(min(count, deepest - guesses.depths[node])):
             parents.append(size + len(parents) - 1 if place else node)
-            places.append(place)
+            places.append(copy * most + place)
     return parents, places
 
 
-def _behind(tree: PromptedTree, node: int) -> list[int]:
-    """Prompt tokens behind a node of a tree, in order."""
-    found = list[int]()
+def _behind(tree: PromptedTree, node: int) -> list[list[int]]:
+    """Prompt tokens behind a node of a tree, in order, of each copy."""
+    found = list[list[int]]()
     for place, parent in enumerate(tree.asides):
         if parent == node:
-            found.append(place)
-            node = len(tree) + place
+            found.append([place])
+        elif found and parent == len(tree) + found[-1][-1]:
+            found[-1].append(place)
     return found

@@ -25,16 +25,18 @@ class PromptTree:
 
     Attributes:
         guesses: the tree of guesses, no deeper than the state.
-        prompts: number of prompt tokens behind each of its nodes, the last token's first.
+        prompts: number of places ahead with prompt tokens behind each of its nodes, the last token's first.
+        copies: prompt tokens for each of these places.
     """
 
     guesses: RankTree
     prompts: tuple[int, ...]
+    copies: int = 1
 
     @property
     def fed(self) -> int:
         """Number of fed nodes besides the last token."""
-        return len(self.guesses.parents) - 1 + sum(self.prompts)
+        return len(self.guesses.parents) - 1 + self.copies * sum(self.prompts)
 
     def capped(self, most: int) -> PromptTree:
         """The tree with at most `most` prompt tokens behind a node."""
@@ -47,14 +49,22 @@ class PromptTrees:
 
     states: tuple[PromptTree, ...]
 
-    @classmethod
-    def chain(cls, length: int) -> PromptTrees:
-        """A chain of best guesses with as many prompt tokens behind each of its nodes."""
-        return cls(tuple(PromptTree(RankTree.chain(state), (length,) * (state + 1)) for state in range(length + 1)))
+    @property
+    def most_fed(self) -> int:
+        """Most fed nodes besides the last token."""
+        return max(tree.fed for tree in self.states)
 
     @classmethod
-    def best(cls, shares: Shares, nodes: int) -> PromptTrees:
+    def chain(cls, length: int, copies: int = 1) -> PromptTrees:
+        """A chain of best guesses with prompt tokens for as many places behind each of its nodes."""
+        return cls(tuple(PromptTree(RankTree.chain(state), (length,) * (state + 1), copies)
+                         for state in range(length + 1)))
+
+    @classmethod
+    def best(cls, shares: Shares, nodes: int, copies: int = 1) -> PromptTrees:
         """The guesses and prompt tokens, `nodes` together, that give most tokens per step in the long run.
+
+        There are `copies` prompt tokens for each place.
 
         As published, guesses are the most probable ones if prompt tokens are right independently of each other, and
         prompt tokens go where they gain most: behind a node, by the chance that the accepted path ends there and by the
@@ -67,7 +77,7 @@ class PromptTrees:
         worth = [sum(_chances(trees[-1], shares)[1:]) for trees in tried]
         found = list[PromptTrees]()
         while len(found) < _ROUNDS:
-            found.append(cls(tuple(_best_split(trees, shares, nodes, worth) for trees in tried)))
+            found.append(cls(tuple(_best_split(trees, shares, nodes, worth, copies) for trees in tried)))
             if found[-1] in found[:-1]:
                 break
             worth = found[-1]._worth(shares)
@@ -126,16 +136,18 @@ def _ends(tree: RankTree, shares: Shares) -> list[float]:
     return [max(0.0, end) for end in ends]
 
 
-def _best_split(tried: Sequence[RankTree], shares: Shares, nodes: int, worth: Sequence[float]) -> PromptTree:
+def _best_split(
+    tried: Sequence[RankTree], shares: Shares, nodes: int, worth: Sequence[float], copies: int
+) -> PromptTree:
     """The tree of a state with the highest value, by number of guesses."""
     best, most = None, -1.0
     for tree in tried:
         ends = _ends(tree, shares)
-        prompts = _spread(ends, nodes - len(tree.parents) + 1, worth)
+        prompts = _spread(ends, (nodes - len(tree.parents) + 1) // copies, worth)
         value = sum(_chances(tree, shares)[1:])
         value += sum(end * worth[count] for end, count in zip(ends, prompts, strict=True))
         if value > most - 1e-12:  # ties go to more guesses: a prompt token must gain something in the end
-            best, most = PromptTree(tree, prompts), value
+            best, most = PromptTree(tree, prompts, copies), value
     assert best is not None
     return best
 

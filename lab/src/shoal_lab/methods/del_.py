@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from typing_extensions import override
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from shoal.model.kv.cache import KVCache
     from shoal.model.runner import HiddenStateHook, ModelRunner, SequenceChunk
 
-_EIGHTHS = (1, 2, 3, 4)
-
 
 @dataclass(frozen=True)
 class DEL(DraftingMethod):
@@ -36,17 +34,19 @@ class DEL(DraftingMethod):
     Verification computes the states at every exit anyway. Final norm and LM head turn them into shadow tokens, the
     predictions of each exit. Compared with the target's tokens, they give every exit's acceptance rate and the
     confidence at which its drafts should stop. The block with most expected tokens per layer is drafted; a length of 0
-    is a plain step. Shadow tokens cost a row of the LM head each, so only some exits take part. Models trained
-    with an exit loss gain; on others early exits seldom agree with the full model.
+    is a plain step. Shadow tokens cost a row of the LM head each. So not all exits are judged after every block as in
+    the paper, but some in turn, and with them the one in use; an exit that was never judged does not draft. Models
+    trained with an exit loss gain; on others early exits seldom agree with the full model.
 
     Attributes:
-        exits: exit layers to choose from, each a number of layers in 1..L; None for 1/8, 2/8, 3/8 and 4/8 of L.
+        exits: exit layers to choose from, each a number of layers in 1..L; None for 1..L-1, as in the paper.
         longest: most tokens to guess at a time.
         memory: factor by which old evidence fades per block, in [0, 1].
         window: last tokens of the prompt that are run again for first estimates (the paper takes 32); 0 starts with one
             guess from the first exit.
         head: cost of the LM head in layers; None for the model's own, 0 for the paper's formula.
         probe: while plain steps are best, one in this many is examined, so that drafting can begin again.
+        judged: exits that are judged after a block.
     """
 
     name: ClassVar[str] = "del"
@@ -58,6 +58,7 @@ class DEL(DraftingMethod):
     window: Guesses = 8
     head: Number | None = None
     probe: Guesses = 8
+    judged: Guesses = 4
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -67,6 +68,7 @@ class DEL(DraftingMethod):
         check_share("memory", self.memory)
         check_least("window", self.window, 0)
         check_least("probe", self.probe, 1)
+        check_least("judged", self.judged, 1)
         if self.exits is not None and (not self.exits or min(self.exits) < 1):
             raise ValueError(f"exits are {list(self.exits)}; at least one is needed, each at least 1 layer")
 
@@ -82,7 +84,7 @@ class DEL(DraftingMethod):
             ValueError: the model has fewer layers than an exit.
         """
         num_layers = info.num_layers
-        exits = self.exits or {max(1, num_layers * part // 8) for part in _EIGHTHS}
+        exits = self.exits or range(1, max(2, num_layers))
         if max(exits) > num_layers:
             raise ValueError(f"exits are {sorted(exits)}, but the model has {num_layers} layers; use 1..{num_layers}")
         head = info.head_layers if self.head is None else self.head
@@ -172,13 +174,20 @@ def best_block(rates: Mapping[int, float], longest: int, num_layers: int, head: 
     return max(choices, key=lambda one: tokens_per_layer(rates[one[0]], one[1], one[0], num_layers, head))
 
 
+def spread(exits: Sequence[int]) -> list[int]:
+    """The exits in an order whose beginnings lie evenly among them: places by their bits, the lowest bit first."""
+    bits = max(1, (len(exits) - 1).bit_length())
+    return sorted(exits, key=lambda one: f"{exits.index(one):0{bits}b}"[::-1])
+
+
 @dataclass
 class _State:
-    """A sequence's exits, and its current choice."""
+    """A sequence's exits, those that were judged so far, and its current choice."""
 
     exits: dict[int, Exit]
+    judged: set[int] = field(default_factory=set)
+    exit_layer: int = 0
     length: int = 0
-    fresh: bool = True
     idle: int = 0
 
 
@@ -218,23 +227,25 @@ class DynamicDrafter(OwnLayersDrafter):
         self._states = PerSequence(lambda _: _State({exit_layer: Exit(method.memory) for exit_layer in exits}))
         self._captures: list[_Capture] = []
         self._hidden: dict[int, Tensor] = {}
+        self._waiting, self._asked = spread(exits), tuple[int, ...]()
 
     def propose(self, seqs: Sequence[SequenceState], limits: Sequence[int]) -> list[TokenTree]:
         """Learn from the previous block, then draft."""
         self._learn()
         for seq in seqs:
-            if self._states[seq].fresh and self._method.window:
+            if not self._states[seq].judged and self._method.window:
                 self._look_back(seq)
         return super().propose(seqs, limits)
 
     def draft(self, seq: SequenceState, limit: int) -> Draft:
         """Draft as long and as deep as the estimates say; one guess from the first exit while there are none."""
         state = self._states[seq]
-        if state.fresh:
+        if not state.judged:
             exit_layer, state.length = self._exits[0], 1
         else:
-            rates = {exit_layer: known.rate for exit_layer, known in state.exits.items()}
+            rates = {exit_layer: state.exits[exit_layer].rate for exit_layer in state.judged}
             exit_layer, state.length = best_block(rates, self._method.longest, self.runner.num_layers, self._head)
+        state.exit_layer = exit_layer
         state.idle = 0 if state.length else state.idle + 1
         above = range(exit_layer, self.runner.num_layers)
         plan = DepthPlan.skipping(self.runner.num_layers, above, above)
@@ -250,10 +261,18 @@ class DynamicDrafter(OwnLayersDrafter):
             for place, (seq, chunk) in enumerate(zip(seqs, chunks, strict=True))
             if not seq.forced and self._states[seq].idle % self._method.probe == 0
         ]
+        self._ask({self._states[one.seq].exit_layer for one in self._captures} - {0})
         return self._keep if self._captures else None
 
+    def _ask(self, used: set[int]) -> None:
+        """Judge the exits in use, and others in turn."""
+        count = max(0, self._method.judged - len(used))
+        chosen = [one for one in self._waiting if one not in used][:count]
+        self._waiting = [one for one in self._waiting if one not in chosen] + chosen
+        self._asked = tuple(sorted({*used, *chosen}))
+
     def _keep(self, layer: int, hidden: Tensor) -> None:
-        if layer in self._exits:
+        if layer in self._asked:
             self._hidden[layer] = hidden
 
     def _learn(self) -> None:
@@ -274,7 +293,7 @@ class DynamicDrafter(OwnLayersDrafter):
         """Compare the predictions of each exit, exit after exit, with the target's tokens."""
         state, count = self._states[seq], len(targets)
         seq.ledger.heads_read += 1
-        state.fresh = False
+        state.judged.update(self._hidden)
         for index, exit_layer in enumerate(self._hidden):
             span = slice(index * count, (index + 1) * count)
             hits = [said == meant for said, meant in zip(tokens[span], targets, strict=True)]
@@ -286,6 +305,7 @@ class DynamicDrafter(OwnLayersDrafter):
         if count < 1:
             return
         self._hidden = {}
+        self._ask(set())
         targets = self._said_again(self.runner, self.cache, seq, count, self._keep)
         plan = seq.plan
         seq.ledger.draft_forwards += 1

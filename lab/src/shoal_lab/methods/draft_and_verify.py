@@ -22,8 +22,8 @@ from shoal_lab.drafts.skips import Skips, sublayers
 class DraftAndVerify(DraftingMethod):
     """The model drafts without some attention and MLP sublayers, and verifies with all of them.
 
-    The best choice is found by a search on similar texts: `calibrate.skips.search_skips` returns a card for this
-    method. Drafts end where the model's confidence falls below a threshold, which rises while too few guesses are
+    The best choice is found by a search on similar texts: `shoal calibrate --for draft_and_verify` writes a card for
+    this method. Drafts end where the model's confidence falls below a threshold, which rises while too few guesses are
     accepted and falls while enough are.
 
     Attributes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from shoal.model.runner import ModelRunner
     from shoal_lab.drafts.skip_search import SkipSearch
 
+_OTHER = 0.1
+"""By how much less than before the found set must score on a text that is taken to be of another kind."""
 _WIDTHS = ((0.5, 10), (0.8, 5), (0.95, 3))
 """Candidates per place: the first confidence that is not exceeded counts."""
 
@@ -40,8 +43,9 @@ class Swift(DraftingMethod):
 
     Before a draft, one more set is tried: how many of the last tokens would the model have predicted without these
     sublayers? That takes one forward over those tokens. The best set so far drafts, with several candidates where the
-    model is unsure. Sets are random, and sometimes chosen by Bayesian optimisation. The search starts anew with every
-    sequence, so it pays off in long answers; the paper's goes on over many prompts.
+    model is unsure. Sets are random, and sometimes chosen by Bayesian optimisation. As in the paper the search goes on
+    from text to text: a sequence begins with the set that the engine found last. Where that does as well as before, the
+    search goes on from where it stood; a text of another kind is searched for anew.
 
     Attributes:
         ratio: share of all sublayers to skip; the first and the last layer stay whole.
@@ -51,7 +55,7 @@ class Swift(DraftingMethod):
         nodes: most nodes of a tree.
         window: tokens on which a set is judged; the search begins when half as many have been generated.
         rounds: most sets tried per sequence; 0 keeps the evenly spaced one.
-        patience: sets without improvement after which the search ends.
+        patience: sets without improvement after which the search ends, those of earlier sequences included.
         enough: share of predicted tokens at which it ends.
         bayes_every: one set in this many is found by Bayesian optimisation; 0 for none.
     """
@@ -96,20 +100,42 @@ class Swift(DraftingMethod):
                 "swift", "attention and MLP cannot be told apart in this architecture", "Use d3_spec or layerskip"
             )
         skipped = min(round(self.ratio * 2 * info.num_layers), len(sublayers(info.num_layers)))
-        return self.verified(Searched(self, skipped), info)
+        found: FoundSkips = info.memory.setdefault(
+            (self.name, skipped), FoundSkips(Skips.spread(info.num_layers, skipped)))
+        return self.verified(Searched(self, found), info)
+
+
+@dataclass
+class FoundSkips:
+    """Where the search stood when the last sequence ended.
+
+    Attributes:
+        best: the best set.
+        score: its score on that sequence; -inf if there was none.
+        since: sets that were tried since without a better one.
+    """
+
+    best: Skips
+    score: float = -math.inf
+    since: int = 0
+
+    def learn(self, search: SkipSearch) -> None:
+        """Take over what a sequence's search has found, if it has tried anything."""
+        if search.tried:
+            self.best, self.score, self.since = search.best, search.score, search.since
 
 
 @dataclass(frozen=True)
 class Searched(Proposer):
-    """Some sublayers are skipped; which ones is searched for on the sequence's own text.
+    """Some sublayers are skipped; which ones is searched for on the sequences' own texts.
 
     Attributes:
         method: limits of drafts, and how to search.
-        skipped: number of skipped sublayers.
+        found: what earlier sequences found; it outlives the batch.
     """
 
     method: Swift
-    skipped: int
+    found: FoundSkips
 
     def begin(self, runner: ModelRunner, cache: KVCache) -> SwiftDrafter:
         """A drafter on the target's own runner and cache."""
@@ -127,22 +153,26 @@ def siblings(most: int, scores: Tensor, token: int, confidence: float, beside: i
 
 
 class SwiftDrafter(OwnLayersDrafter):
-    """Searches and drafts; each sequence searches on its own text."""
+    """Searches and drafts; each sequence searches on its own text, from what the last one found."""
 
     def __init__(self, proposer: Searched, runner: ModelRunner, cache: KVCache) -> None:
         from shoal_lab.drafts.agreement import agreements, repeatable
         from shoal_lab.drafts.skip_search import SkipSearch
 
         super().__init__(runner, cache)
-        self._method = method = proposer.method
+        self._method, self._found = method, found = proposer.method, proposer.found
         self._agreements, self._repeatable = agreements, repeatable
-        start = Skips.spread(runner.num_layers, proposer.skipped)
 
         def search(seq: SequenceState) -> SkipSearch:
-            seed = hash((seq.seed, seq.number))
-            return SkipSearch(runner.num_layers, start, seed, bayes_every=method.bayes_every)
+            seed = hash((seq.seed, seq.number, found.since))
+            return SkipSearch(runner.num_layers, found.best, seed, bayes_every=method.bayes_every)
 
         self._searches = PerSequence(search)
+
+    def end(self, seqs: Sequence[SequenceState]) -> None:
+        """Keep what was found for the next sequences."""
+        for seq in seqs:
+            self._found.learn(self._searches[seq])
 
     def propose(self, seqs: Sequence[SequenceState], limits: Sequence[int]) -> list[TokenTree]:
         """Try one more set per sequence that still searches, then draft with the best one."""
@@ -174,7 +204,10 @@ class SwiftDrafter(OwnLayersDrafter):
             plan = within(skips.plan(self.runner.num_layers, self.runner.sources), seq.plan, seq.emitted)
             texts.append((seq.seq_id, seq.tokens, self._window(seq), plan))
         for seq, skips, score in zip(seqs, sets, self._agreements(self.runner, self.cache, texts), strict=True):
-            self._searches[seq].tell(skips, score)
+            search = self._searches[seq]
+            search.tell(skips, score)
+            if search.tried == 1 and score >= self._found.score - _OTHER:
+                search.since = self._found.since
         for seq, (_, _, count, plan) in zip(seqs, texts, strict=True):
             seq.ledger.draft_forwards += 1
             seq.ledger.draft_layer_tokens += count * plan.depth(1)

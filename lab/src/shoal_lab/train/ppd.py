@@ -2,7 +2,8 @@
 
 The model reads the answers once without gradients. Random places in them are followed by the prompt tokens, each set
 with its own mask: a prompt token sees the text up to its place and the earlier prompt tokens of its set, and nothing
-else sees prompt tokens. So the text is read as usual, and gradients flow through the prompt tokens alone.
+else sees prompt tokens. So the text is read as usual, and gradients flow through the prompt tokens alone. A set may
+have several copies, which do not see each other; the mean of their outputs has the mean of their logits.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ _FADE = 0.8
 """Weight of a prompt token's loss relative to the previous one's, as published."""
 _RANKS = 8
 """Ranks of a prompt token's guesses whose hits are counted."""
+_MOST_FED = 60
+"""Most nodes of a step beside the last token, with every prompt token behind each."""
 _EVERY = 4
 """In a step, one place of an answer in this many gets prompt tokens."""
 
@@ -48,8 +51,9 @@ class PromptModule(ShippedModule):
     Args:
         base: the model's embedding and LM head.
         model: transformers' model; its weights stay.
-        depths: prompt tokens in a set.
+        depths: prompt tokens in a copy of a set.
         seed: of the first vectors, and of the places.
+        copies: of a set.
 
     Raises:
         ValueError: there are more prompt tokens than a step may feed.
@@ -58,15 +62,20 @@ class PromptModule(ShippedModule):
     kind: ClassVar[str] = "ppd"
     steps: Tensor
 
-    def __init__(self, base: Base, model: Any, depths: int = 3, seed: int = 0) -> None:
+    def __init__(self, base: Base, model: Any, depths: int = 3, seed: int = 0, copies: int = 1) -> None:
         super().__init__()
         if not 1 <= depths <= MOST_PROMPTS:
             raise ValueError(f"--depths is {depths}; it must be 1 to {MOST_PROMPTS} prompts")
+        most = (_MOST_FED - depths) // (depths * (depths + 1))
+        if not 1 <= copies <= most:
+            raise ValueError(f"--copies is {copies}; with {depths} prompts it must be 1 to {most}: a step feeds them "
+                             f"behind {depths + 1} nodes, and {_MOST_FED} nodes at most")
+        self._depths, self._copies = depths, copies
         self._model = (model.requires_grad_(False).train(False),)  # in a tuple, so that its parameters are not trained
         self._seed = seed
         vocabulary = torch.arange(model.config.vocab_size)
         self.head = CutHead(base, vocabulary.tolist())
-        self.prompts = nn.ParameterList(_begun(base.embed(vocabulary), depths, seed))
+        self.prompts = nn.ParameterList(_begun(base.embed(vocabulary), copies * depths, seed))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
     @override
@@ -74,7 +83,7 @@ class PromptModule(ShippedModule):
         # Places follow from the step; without gradients they are evenly spaced.
         sets = self._sets(batch, self._drawn(batch) if torch.is_grad_enabled() else None)
         outputs, total, found = self.outputs(batch.tokens, sets.places), torch.zeros(()), []
-        for depth in range(len(self.prompts)):
+        for depth in range(self._depths):
             rows, columns = self._asked(batch, sets, depth)
             guessed = torch.zeros(2, *batch.tokens.shape, dtype=torch.bool)
             if len(rows):
@@ -116,7 +125,7 @@ class PromptModule(ShippedModule):
             places: int64 [B, K], the token before each set.
 
         Returns:
-            [B, K, prompts, D], float32.
+            [B, K, depths, D], float32: means over the copies.
         """
         from transformers import DynamicCache
 
@@ -125,7 +134,7 @@ class PromptModule(ShippedModule):
         given = {cache_name(core.forward): past, "use_cache": True}
         with torch.no_grad():
             core(input_ids=tokens, **given)
-        ahead = places[:, :, None] + 1 + torch.arange(count)
+        ahead = places[:, :, None] + 1 + torch.arange(self._depths).repeat(self._copies)
         fed = torch.stack(list(self.prompts)).repeat(sets, 1).expand(len(tokens), -1, -1)
 
         def put(module: nn.Module, args: tuple[Tensor, ...], options: dict[str, Any]) -> Any:
@@ -142,7 +151,7 @@ class PromptModule(ShippedModule):
             ).last_hidden_state
         finally:
             handle.remove()
-        found: Tensor = hidden.float().view(len(tokens), sets, count, -1)
+        found: Tensor = hidden.float().view(len(tokens), sets, self._copies, self._depths, -1).mean(2)
         return found
 
     def _masks(self, length: int, places: Tensor) -> Any:
@@ -157,11 +166,12 @@ class PromptModule(ShippedModule):
         (texts, sets), count = places.shape, len(self.prompts)
         behind = torch.arange(length) - places[:, :, None]
         text = (behind <= 0).repeat_interleave(count, 1)
-        own = torch.ones(count, count, dtype=torch.bool).tril()
+        own = torch.ones(self._depths, self._depths, dtype=torch.bool).tril()
         if window is not None:
-            far = 1 + torch.arange(count)[:, None] - behind[:, :, None]
+            far = 1 + torch.arange(self._depths).repeat(self._copies)[:, None] - behind[:, :, None]
             text, own = text & (far < window).flatten(1, 2), own.triu(1 - window)
-        seen = torch.cat([text, torch.block_diag(*[own] * sets).expand(texts, -1, -1)], -1)[:, None]
+        alone = torch.block_diag(*[own] * (sets * self._copies))
+        seen = torch.cat([text, alone.expand(texts, -1, -1)], -1)[:, None]
         if self._model[0].config._attn_implementation == "sdpa":
             return seen
         dtype = self._model[0].dtype
@@ -171,11 +181,11 @@ class PromptModule(ShippedModule):
     @override
     def facts(self, held_out: Sequence[TextBatch]) -> dict[str, Any]:
         """How often each prompt token's guess of each rank was right, `ranks`, which determines what a step feeds."""
-        right, asked = torch.zeros(len(self.prompts), _RANKS), torch.zeros(len(self.prompts), 1)
+        right, asked = torch.zeros(self._depths, _RANKS), torch.zeros(self._depths, 1)
         for batch in held_out:
             sets = self._sets(batch, None)
             outputs = self.outputs(batch.tokens, sets.places)
-            for depth in range(len(self.prompts)):
+            for depth in range(self._depths):
                 rows, columns = self._asked(batch, sets, depth)
                 best = self.head.best(outputs[rows, columns, depth], _RANKS)
                 came = batch.tokens[rows, sets.places[rows, columns] + depth + 2]
@@ -190,7 +200,7 @@ class PromptModule(ShippedModule):
 
     @override
     def shape(self) -> dict[str, int]:
-        return {"prompts": len(self.prompts), "hidden": len(self.prompts[0])}
+        return {"prompts": self._depths, "hidden": len(self.prompts[0]), "copies": self._copies}
 
 
 def _begun(table: Tensor, count: int, seed: int) -> list[nn.Parameter]:

@@ -49,12 +49,17 @@ class InfillBody(CompletionBody):
             raise refused("n", "/infill gives one answer, without echo and log-probabilities; ask /v1/completions")
 
 
+def marks_in(known: Mapping[str, int]) -> tuple[str, str, str] | None:
+    """The tokens of a vocabulary before prefix, suffix and middle; None if it has none."""
+    return next((marks for marks in _MARKS if all(mark in known for mark in marks)), None)
+
+
 class Gap:
     """Makes prompts for one tokenizer; ApiError 400 for one without such tokens."""
 
     def __init__(self, tokenizer: Any) -> None:
         known: dict[str, int] = {} if tokenizer is None else tokenizer.get_vocab()
-        marks = next((marks for marks in _MARKS if all(mark in known for mark in marks)), None)
+        marks = marks_in(known)
         if marks is None:
             raise refused("suffix", "this model's tokenizer has no tokens around a gap, such as <|fim_prefix|>; take a "
                           "model for code that was trained to fill gaps")
