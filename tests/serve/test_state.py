@@ -145,6 +145,14 @@ def test_the_page_of_routes_asks_nothing_of_others(server: Running) -> None:
     assert "http" not in answer.text.replace("<!doctype html>", "") and "<script" not in answer.text
 
 
+def test_every_route_that_reads_a_text_asks_for_a_key() -> None:
+    with serving(tiny_engine(), api_keys=("right",)) as server:
+        paths = httpx.get(f"{server.url}/openapi.json").json()["paths"]
+        asked = {path: httpx.post(server.url + path, json={}).status_code
+                 for path, methods in paths.items() if "post" in methods}
+        assert len(asked) > 12 and set(asked.values()) == {401}, asked
+
+
 @pytest.mark.parametrize(("route", "body"), [
     ("v1/completions", {"prompt": "Hi"}), ("v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
     ("v1/responses", {"input": "Hi"}), ("v1/messages", {"messages": [{"role": "user", "content": "Hi"}]}),
