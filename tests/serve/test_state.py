@@ -136,7 +136,7 @@ def test_the_page_of_routes_asks_nothing_of_others(server: Running) -> None:
     for path, methods in schema["paths"].items():
         assert all(f"<h2>{method.upper()} {path}</h2>" in answer.text for method in methods)
     for told in ("<td><code>messages</code><td>list of object<td>required",
-                 "<code>stop</code><td>string or list of string<td>",
+                 "<code>stop</code><td>string or list of string<td>", "<code>seed</code><td>integer<td>",
                  '<td><code>encoding_format</code><td>&quot;float&quot;, &quot;base64&quot;<td>&quot;float&quot;'):
         assert told in answer.text
     (style,) = re.findall(r"<style>(.*?)</style>", answer.text, re.S)
@@ -197,13 +197,14 @@ def test_logs_hold_text_only_when_told(log_prompts: bool, caplog: pytest.LogCapt
     assert ("A secret" in json.dumps(lines)) == log_prompts
 
 
-def test_a_fuzzer_finds_no_server_error(server: Running) -> None:
+@pytest.mark.parametrize("examples", [6, pytest.param(40, marks=pytest.mark.slow)])
+def test_a_fuzzer_finds_no_server_error(server: Running, examples: int) -> None:
     schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
     operations = [found.ok() for found in schema.get_all_operations()]
     assert len(operations) >= 7
     for operation in operations:
 
-        @settings(max_examples=40, suppress_health_check=list(HealthCheck), database=None)
+        @settings(max_examples=examples, suppress_health_check=list(HealthCheck), database=None)
         @given(case=operation.as_strategy())
         def fuzz(case: Any) -> None:
             if isinstance(case.body, dict) and "model" in case.body:
