@@ -1,4 +1,4 @@
-"""MTP: the layer that a model brings for predicting further tokens guesses, and the model confirms."""
+"""MTP: the layers that a model brings for predicting further tokens guess, and the model confirms."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class Mtp(DraftingMethod):
     """The model's own layer for multi-token prediction guesses, as a chain of its own outputs; the model confirms.
 
     Qwen3-Next, Qwen3.5, DeepSeek V3, GLM-4.5 and others bring such a layer in their files. It was trained to guess one
-    token further; longer chains feed it what it said.
+    token further; longer chains feed it what it said. Where there are several, each makes one guess from what the one
+    before it said, and the last goes on.
 
     Attributes:
         length: most tokens to guess one after another.
