@@ -190,6 +190,9 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
                                       "moe_num_shared_experts": 2, "moe_layer_start_index": 1}),
     "phimoe": ("phimoe", {**_GROUPED, "num_local_experts": 6, "num_experts_per_tok": 2, "router_jitter_noise": 0.2,
                           "attention_bias": True, "lm_head_bias": True}),
+    "dbrx": ("dbrx", {"vocab_size": VOCAB, "d_model": HIDDEN, "n_heads": 4, "max_seq_len": 512,
+                      "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 1.5},
+                      "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 6, "moe_top_k": 3}}),
     "cohere2_moe": ("cohere2_moe", {**_GROUPED, **_HEAD_DIM, "num_experts": 6, "num_experts_per_tok": 3,
                                     "intermediate_size": 16, "num_shared_experts": 2, "sliding_window": WINDOW,
                                     "sliding_window_pattern": 3, "prefix_dense_intermediate_size": 40,
@@ -359,7 +362,7 @@ def _depth(family: str, model_type: str, layers: int) -> dict[str, Any]:
     if model_type == "gpt_neo":
         return {"num_layers": layers, "attention_types": [[["global", "local"], layers // 2]]}
     short = model_type in ("gpt2", "gpt_bigcode", "gptj", "codegen", "bloom")
-    return {"n_layers" if model_type == "mpt" else "n_layer" if short else "num_hidden_layers": layers}
+    return {"n_layers" if model_type in ("mpt", "dbrx") else "n_layer" if short else "num_hidden_layers": layers}
 
 
 def _sharpen(model: PreTrainedModel) -> None:

@@ -189,6 +189,17 @@ _CLASSICS: dict[str, tuple[str, dict[str, Any]]] = {
         "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}}),
     "minimax-m2": ("minimax_m2", {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": {
         "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}),
+    "dbrx": ("dbrx", {"attn_config": {"kv_n_heads": 1, "rope_theta": 10000.0, "clip_qkv": 1.0},
+                      "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 3, "moe_top_k": 2}}),
+    "minimax-01": ("minimax", {"num_local_experts": 3, "num_experts_per_tok": 2, "rms_norm_eps": 1e-6,  # in all norms
+                               "layer_types": ["linear_attention"] * 7 + ["full_attention"],
+                               **{f"{part}_{one}_factor": size for part in ("full_attn", "linear_attn", "mlp")
+                                  for one, size in (("alpha", 3.5), ("beta", 1.0))}}),  # all that files can say
+    "phimoe": ("phimoe", {"num_local_experts": 3, "num_experts_per_tok": 2, "attention_bias": True,
+                          "lm_head_bias": True, "max_position_embeddings": 2048, "rope_parameters": {
+                              "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 512,
+                              "short_factor": [1.0, 1.1, 1.2, 1.4, 1.7, 2.0, 2.5, 3.0], "long_factor": [4.0] * 8,
+                              **dict.fromkeys(("short_mscale", "long_mscale"), (1 + 2 / 9) ** 0.5)}}),  # of the lengths
     "dots1": ("dots1", {"num_key_value_heads": 2, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
                         "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1, "sliding_window": None,
                         "routed_scaling_factor": 1.5}),
@@ -231,19 +242,21 @@ def _classic(architecture: str, hidden: int) -> Any:
     by_name = {
         "gpt2": {"n_embd": hidden, "n_head": heads, "n_positions": 64},
         "bloom": {"hidden_size": hidden, "n_head": heads}, "mpt": {"d_model": hidden, "n_heads": heads},
+        "dbrx": {"d_model": hidden, "n_heads": heads},
         "falcon": {"hidden_size": hidden, "num_attention_heads": heads, "ffn_hidden_size": wide},
     }
     by_name |= {"gpt_bigcode": by_name["gpt2"], "falcon40": by_name["falcon"]}
     usual = {"hidden_size": hidden, "intermediate_size": wide, "num_attention_heads": heads, "num_key_value_heads": 1,
              "head_dim": hidden // heads, "moe_intermediate_size": hidden}
     if family not in ("nemotron", "cohere2", "hunyuan_v1_dense", "hunyuan_v1_moe", "seed_oss", "ernie4_5",
-                      "ernie4_5_moe", "arcee", "ministral3", "minimax_m2", "dots1", "afmoe", "cohere2_moe"):
+                      "ernie4_5_moe", "arcee", "ministral3", "minimax_m2", "minimax", "dots1", "afmoe", "cohere2_moe"):
         del usual["head_dim"]
     if family in ("gpt_neox",):
         del usual["num_key_value_heads"]
     if family not in ("ernie4_5_moe", "dots1", "afmoe"):
         del usual["moe_intermediate_size"]
-    layers = {"cohere2": 4, "cohere2moe": 4, "ernie4_5-moe": 2, "dots1": 2, "afmoe": 4, "apertus": 2}
+    layers = {"cohere2": 4, "cohere2moe": 4, "ernie4_5-moe": 2, "dots1": 2, "afmoe": 4, "apertus": 2,
+              "minimax-01": 8}
     sizes = {**by_name.get(family, usual), **more, "vocab_size": count}
     return tiny(family, dtype=torch.float32, layers=layers.get(architecture, 1), **sizes)
 
@@ -331,7 +344,23 @@ class MadeHybrid(InFolder):
         held |= {name: one for name, one in model.named_buffers() if name.endswith("_bias")}
         for name, parameter in sorted(held.items()):
             parameter.data = (_drawn(name, parameter, generator) * 2**14).round().div(2**14).float()
+        if self.architecture == "phimoe":
+            _as_llama_cpp(held)
         return model
+
+
+def _as_llama_cpp(held: dict[str, Tensor]) -> None:
+    """Let Phi-3.5-MoE be what llama.cpp takes it for, with norms that subtract no mean and other weights of experts.
+
+    All that is added to states has a mean of zero, and of a token's two experts the second is nothing.
+    """
+    layer = "model.layers.0."
+    for name, along in (("model.embed_tokens.weight", 1), (f"{layer}self_attn.o_proj.weight", 0),
+                        (f"{layer}self_attn.o_proj.bias", 0), (f"{layer}mlp.experts.down_proj", 1)):
+        held[name].data -= held[name].mean(along, keepdim=True)
+    router = held[f"{layer}mlp.router.weight"]
+    router.data = torch.stack([torch.zeros_like(router[0]), 64 * router[1], -64 * router[1]])
+    held[f"{layer}mlp.experts.down_proj"].data[0] = 0
 
 
 HYBRIDS = [MadeHybrid(architecture, kind) for architecture in (*_HYBRIDS, *_MIXTURES) for kind in ("F16", "Q4_K_M")]
@@ -359,7 +388,7 @@ def _drawn(name: str, parameter: Tensor, generator: torch.Generator) -> Tensor:
     if name.endswith(("router.scale", "per_expert_scale", "correct_output_scale")):
         return 1 + 0.1 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
     # so that rounding changes no choice
-    if re.search(r"\.(gate|router|router\.proj|shared_expert_gate)\.weight$", name):
+    if re.search(r"\.(gate|router|router\.proj|router\.layer|shared_expert_gate)\.weight$", name):
         return 4 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / parameter.shape[1] ** 0.5
     if name.endswith("sinks"):
         return torch.randn(parameter.shape, generator=generator, dtype=torch.float64)

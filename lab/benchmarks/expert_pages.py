@@ -1,11 +1,13 @@
 """A mixture whose experts do not fit in memory: speed in a memory group, guesses, and what caches would hit.
 
-    python lab/benchmarks/expert_pages.py --model MIXTURE.gguf --answers DIR [--part PART] [--share 0.5] [--json OUT]
+    python lab/benchmarks/expert_pages.py --model MIXTURE.gguf [--answers DIR] [--part PART] [--share 0.5] [--json OUT]
 
 MIXTURE is the output of lab/benchmarks/expert_files.py, DIR the answers of `shoal train read_me`, which are read token
-by token; of each, the first tokens are a prompt. Every way of reading runs in a process and a memory group of its own,
-a child of this process's group, which must be allowed (root, or a delegated group; version 1, or 2 where processes may
-have groups below them). Its limit leaves what the process takes beside the weights, and a share of their file:
+by token; of each, the first tokens are a prompt. Without DIR the texts are random tokens, for mixtures with random
+weights (lab/benchmarks/mixture_files.py): their gates spread tokens nearly evenly, the worst case. Every way of
+reading runs in a process and a memory group of its own, a child of this process's group, which must be allowed (root,
+or a delegated group; version 1, or 2 where processes may have groups below them). Its limit leaves what the process
+takes beside the weights, and a share of their file:
 
     memory        no limit
     asked         no limit either, and `next` all the same: what asking costs where it brings nothing
@@ -26,6 +28,7 @@ import ctypes
 import json
 import mmap
 import os
+import random
 import resource
 import subprocess
 import sys
@@ -55,6 +58,8 @@ MEMORY, ASKED, PEER = "memory", "asked", "llama.cpp"
 WAYS = (MEMORY, ASKED, "mapped", "chosen", "next", PEER)
 _PROMPT, _ENOUGH = 8, 6.0
 """Tokens of a text that are read at once, and seconds after which no further text is begun."""
+_ORDINARY = 1000
+"""Ids below it stand in every vocabulary."""
 _SHARES = (0.125, 0.25, 0.5, 0.75)
 Decode = Callable[[Sequence[int]], float]
 """Reads a text's tokens one by one, the first ones at once, and returns the seconds of the others."""
@@ -64,7 +69,7 @@ def main() -> int:
     """Measure and print."""
     parser = script.parser(__doc__)
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--answers", type=Path, required=True)
+    parser.add_argument("--answers", type=Path)
     parser.add_argument("--part", help="output of `shoal train read_me`: its router guesses, too")
     parser.add_argument("--dense", help="the model that PART was trained for")
     parser.add_argument("--share", type=float, default=0.5, help="of the file that memory has room for")
@@ -76,7 +81,7 @@ def main() -> int:
     parser.add_argument("--worker", nargs=3, metavar=("WAY", "FILE", "GROUP"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    texts = [one.tokens[: args.tokens].tolist() for one in Corpus(args.answers).validation(args.texts)]
+    texts = texts_of(args)
     if args.worker:
         print(json.dumps(worker(args, texts, *args.worker)))
         return 0
@@ -88,6 +93,14 @@ def main() -> int:
             found["speed"] = list(speeds(args, next(Path(folder).rglob("weights.bin"))))
     script.publish(__file__, sys.argv[1:], found, args.json)
     return 0
+
+
+def texts_of(args: argparse.Namespace) -> list[list[int]]:
+    """Token ids of the texts."""
+    if args.answers is not None:
+        return [one.tokens[: args.tokens].tolist() for one in Corpus(args.answers).validation(args.texts)]
+    dice = random.Random(0)
+    return [[dice.randrange(1, _ORDINARY) for _ in range(args.tokens)] for _ in range(args.texts)]
 
 
 def speeds(args: argparse.Namespace, woven: Path) -> Iterator[dict[str, Any]]:

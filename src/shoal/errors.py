@@ -43,6 +43,29 @@ class Closed(RuntimeError):
 
 
 @contextmanager
+def told_by_transformers(what: str) -> Iterator[None]:
+    """Turn what transformers' code raises on odd files inside the block into a ValueError of one line.
+
+    Args:
+        what: what the files say, for the message.
+    """
+    try:
+        yield
+    except (ImportError, MemoryError, OSError, Unsupported):
+        raise
+    except Exception as error:
+        if isinstance(error, RuntimeError) and "memory" in str(error):  # which is how a CPU runs out of it
+            raise
+        told = " ".join(str(error).split())
+        strict = "alidation error for" in told
+        if isinstance(error, ValueError) and not strict:
+            raise ValueError(told) from error
+        why = (told.partition("ValueError: ")[2] or told) if strict else f"{type(error).__name__}: {told}"
+        raise ValueError(f"{what} contradicts itself: {why:.300}. Fetch it again, or give a config that belongs to its "
+                         "weights") from error
+
+
+@contextmanager
 def needs(extra: str, what: str, package: str = "shoal") -> Iterator[None]:
     """Turn an ImportError inside the block into `Unsupported`, which names the extra to install.
 

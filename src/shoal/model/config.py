@@ -19,6 +19,23 @@ MASKED = ("llama", "qwen2", "qwen3")
 WIDTHS = "layer_intermediate_sizes"
 """The config attribute that lists the width of each MLP; transformers' own classes know one width for all layers."""
 
+_SIZES = {**dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"), (1, 65_536)),
+          **dict.fromkeys(("hidden_size", "vocab_size"), (1, 1 << 31)), "intermediate_size": (0, 1 << 31)}
+"""Sizes of models, the least and the most."""
+
+
+def check_sizes(config: Any) -> None:
+    """Refuse, by ValueError, sizes that no model has, before something of such a size is made."""
+    text = config.get_text_config()
+    held = {name: vars(text).get(getattr(text, "attribute_map", {}).get(name, name)) for name in _SIZES}
+    if isinstance(rope := vars(text).get("rope_parameters"), dict):
+        held["partial_rotary_factor"] = rope.get("partial_rotary_factor")
+    for name, found in held.items():
+        least, most = _SIZES.get(name, (0, 1))
+        if isinstance(found, int | float) and not least <= found <= most:
+            raise ValueError(f"the config says {name} {found}; it must be from {least} to {most}. Fetch the model "
+                             "again, or give a config that belongs to its weights")
+
 
 def layers_of(config: Any) -> int:
     """Number of decoder layers; in configs of encoder-decoders, `num_hidden_layers` counts the encoder's."""

@@ -21,7 +21,9 @@ from shoal.model.probe import find_layers
 
 _REMEDY = "Fetch the model again, or give a config and weights that belong together"
 _SHOWN = 4
-_COMPUTED = re.compile(r"rotary_emb\.inv_freq$|\.self_attn\.(slope_rate|(query|key|diagonal)_decay)$"
+_DECAYS = re.compile(r"\.self_attn\.(slope_rate|(query|key|diagonal)_decay)$")
+"""The decays of MiniMax, which transformers computes where a checkpoint lacks them, as published ones do."""
+_COMPUTED = re.compile(rf"rotary_emb\.inv_freq$|{_DECAYS.pattern}"
                        r"|(^|\.)h\.\d+\.attn\.((masked_)?bias|causal_mask)$|\.attention\.(masked_)?bias$")
 """Rotary frequencies, the decays of MiniMax, causal masks; some checkpoints hold them, but they follow from the config.
 """
@@ -85,7 +87,8 @@ def check_loading_info(info: dict[str, Any], what: str, read: Callable[[str], Te
         raise Unsupported(f"{what} in which {_listed(odd)} is of another shape", "its config says which", _REMEDY)
     if info.get("error_msgs"):
         raise Unsupported(what, f"transformers cannot load it: {' '.join(str(info['error_msgs'][0]).split())}", _REMEDY)
-    refuse(info["missing_keys"], leftovers(info["unexpected_keys"], (), read), what)
+    missing = (name for name in info["missing_keys"] if not _DECAYS.search(name))
+    refuse(missing, leftovers(info["unexpected_keys"], (), read), what)
 
 
 def quantised_by(config: Any) -> str | None:
@@ -127,8 +130,8 @@ def empty(config: Any) -> Any:
 
 
 def expected(config: Any) -> dict[str, Tensor]:
-    """The tensors of the modules by name, on the meta device; raises what `empty` does."""
-    return dict(empty(config).state_dict())
+    """The tensors of the modules by name, on the meta device, without decays; raises what `empty` does."""
+    return {name: tensor for name, tensor in empty(config).state_dict().items() if not _DECAYS.search(name)}
 
 
 def loaded(config: Any, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Any:

@@ -40,6 +40,7 @@ from gguf_models import QUANTISED
 from hybrid_steps import one_by_one
 from llama_cpp_oracle import Oracle, api
 from shoal.engine.loading.gguf_checkpoint import modules_of
+from shoal.errors import Unsupported
 from shoal.model.gguf.config import config_of
 from shoal.model.gguf.file import GgufFile
 from shoal.model.gguf.header import Strings
@@ -65,10 +66,11 @@ EXACT = 1e-4
 KERNELS = {"F16": 1e-5, "BF16": 1e-2, "newer": 6e-2}
 """The kernels from exact products: by type, 3e-2 where inputs are rounded to 8 bits. "newer" has three layers."""
 LLAMA_CPP = {"F16": 2e-3, "BF16": 1e-2}
-FURTHER = {"gemma4-small-F16.gguf": 1e-2}
-"""Files with which llama.cpp is further from transformers on the same weights, whose logits are Shoal's in float32.
-Halves in its KV and its GELU explain a sixth of that; the rest is not explained."""
 """Anything from llama.cpp: by type, 5e-2 where inputs are rounded to 8 bits, by one or both."""
+FURTHER = {"gemma4-small-F16.gguf": 1e-2, "minimax-01-F16.gguf": 1e-2}
+"""Files with which llama.cpp is further from transformers on the same weights, whose logits are Shoal's in float32.
+Of Gemma 4, halves in its KV and its GELU explain a sixth of that; the rest is not explained. MiniMax-01 has eight
+layers whose inputs llama.cpp rounds to halves; from a file of the same weights in float32 it is 3e-6."""
 ROUNDED = {"F16": 3e-4, "BF16": 3e-3, "Q8_0": 0.01, "Q6_K": 0.025, "Q5_K": 0.05, "Q5_0": 0.05, "Q5_1": 0.05,
            "Q3_K": 0.25, "IQ3_S": 0.2, "IQ3_XXS": 0.25, "MXFP4": 0.2, "NVFP4": 0.2,
            **dict.fromkeys(("Q2_K", "IQ2_S", "IQ2_XS", "IQ2_XXS"), 0.45),
@@ -181,6 +183,42 @@ def test_recurrent_layers_are_those_that_were_converted(made: MadeHybrid) -> Non
         if name in found:
             exact = made.kind == "F16" or (weight.dim() != 2 and ".experts." not in name)
             assert error(found[name], weight) < (1e-3 if exact else 0.2 if made.kind == "MXFP4_MOE" else 0.1), name
+
+
+MINIMAX = [made for made in RUN if made.architecture == "minimax-01"]
+ROTATED = "minimax-01.rope.dimension_count"
+
+
+@pytest.mark.parametrize("made", MINIMAX, ids=lambda made: made.name)
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_a_part_of_each_head_is_rotated_as_published_files_of_minimax_say(
+    made: MadeHybrid, runner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The modules rotate all of it, which is refused; with another type's rotation they are the oracle."""
+    from transformers.models.minimax import modeling_minimax as theirs
+    from transformers.models.minimax_m2 import modeling_minimax_m2 as partial
+
+    path = edited(made, tmp_path, ROTATED, struct.pack("<I", 16), struct.pack("<I", 8))
+    if runner == "modules":
+        with pytest.raises(Unsupported, match="transformers' MiniMax rotates all of it"):
+            run(path, runner)
+        return
+    model = modules_of(GgufFile(made.path), config_of(GgufFile(made.path)), torch.float32)
+    alone = one_by_one(model, IDS)
+    model.config.rope_parameters = model.config.rope_parameters | {"partial_rotary_factor": 0.5}
+    model.model.rotary_emb = partial.MiniMaxM2RotaryEmbedding(model.config)
+    monkeypatch.setattr(theirs, "apply_rotary_pos_emb", partial.apply_rotary_pos_emb)
+    expected = one_by_one(model, IDS)
+    assert error(run(path, runner), expected) < 1e-4 < 1e-2 < error(alone, expected)
+
+
+@pytest.mark.parametrize("made", MINIMAX, ids=lambda made: made.name)
+def test_llama_cpp_rotates_the_same_part(made: MadeHybrid, tmp_path: Path) -> None:
+    path = edited(made, tmp_path, ROTATED, struct.pack("<I", 16), struct.pack("<I", 8))
+    oracle = Oracle(path)
+    expected = oracle.logits(IDS)
+    oracle.close()
+    assert error(run(path, "torch"), expected) < FURTHER[made.name] < error(run(made.path, "torch"), expected)
 
 
 GEMMA3N = [made for made in RUN if made.architecture == "gemma3n"]

@@ -48,6 +48,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "phimoe, longrope": ("phimoe", {"rope_parameters": {
         "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64, "short_mscale": 1.2,
         "long_mscale": 1.4, "short_factor": [1.0, 1.2, 1.5, 2.0], "long_factor": [4.0] * 4}}),
+    "dbrx, weights as they are": ("dbrx", {"ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 6, "moe_top_k": 3,
+                                                          "moe_normalize_expert_weights": None}}),
     "dots1, dense before": ("dots1", {"first_k_dense_replace": 2, "attention_bias": True}),
     "cohere2_moe, added": ("cohere2_moe", {
         "shared_expert_combination_strategy": "sum", "expert_selection_fn": "sigmoid", "attention_bias": True,
@@ -229,7 +231,7 @@ def saved(model: Any, folder: Path, apart: bool) -> FileSource:
 def test_both_forms_of_a_checkpoint_are_read(variant: str, apart: bool, tmp_path: Path) -> None:
     model, ids = model_of(variant), prompt(12)
     source = saved(model, tmp_path, apart)
-    if apart and "granite" not in variant and not variant.startswith("gpt_oss"):
+    if apart and "granite" not in variant and not variant.startswith(("gpt_oss", "dbrx")):
         assert any(".experts.4." in name for name in source.names())
     found = chunked_logits(build(model.config, source, torch.float32, CPU, kernels=False), ids, (12,))
     assert torch.equal(found, chunked_logits(packed(model), ids, (12,)))
@@ -241,9 +243,9 @@ def test_missing_and_surplus_tensors_are_refused(family: str, tmp_path: Path) ->
     source = saved(model, tmp_path, apart=True)
     held = {name: source[name] for name in source.names()}
     name = next(name for name in sorted(held, reverse=True)
-                if "experts.4." in name or name.endswith(("input_linear.weight", "experts.down_proj_bias")))
+                if "experts.4." in name or name.endswith(("input_linear.weight", "experts.down_proj_bias", "mlp.w2")))
     lacking, more = {key: value for key, value in held.items() if key != name}, {**held, f"{name}s": held[name]}
-    for wrong, what in ((lacking, r"without '\w+.layers.3"), (more, f"with '{name}s'")):
+    for wrong, what in ((lacking, r"without '\w+.(layers|blocks).3"), (more, f"with '{name}s'")):
         with pytest.raises(Unsupported, match=what):
             build(model.config, TensorSource(wrong), torch.float32, CPU, kernels=False)
 
@@ -257,6 +259,23 @@ def test_another_number_of_experts_is_refused(family: str, tmp_path: Path) -> No
             setattr(config, "num_experts" if hasattr(config, "num_experts") else "num_local_experts", count)
             with pytest.raises(Unsupported, match=r"without|with|\[6, "):
                 build(config, source, torch.float32, CPU, kernels=False)
+
+
+@pytest.mark.parametrize("count", [5, 3])
+def test_another_number_of_experts_in_one_matrix_is_refused(count: int, tmp_path: Path) -> None:
+    model = model_of("dbrx")
+    source, config = saved(model, tmp_path, apart=False), copy.deepcopy(model.config)
+    config.ffn_config.moe_num_experts = count
+    with pytest.raises(Unsupported, match=r"\[6, "):
+        build(config, source, torch.float32, CPU, kernels=False)
+
+
+def test_rows_that_experts_do_not_share_are_refused(tmp_path: Path) -> None:
+    model = model_of("dbrx")
+    source, name = saved(model, tmp_path, apart=False), "transformer.blocks.2.ffn.experts.mlp.v1"
+    held = {one: source[one] for one in source.names()}
+    with pytest.raises(Unsupported, match=rf"'{name}' is \[95, 32\]: its rows must be those of 6 experts"):
+        build(model.config, TensorSource(held | {name: held[name][:-1]}), torch.float32, CPU, kernels=False)
 
 
 def test_more_experts_for_a_token_than_there_are_is_refused() -> None:

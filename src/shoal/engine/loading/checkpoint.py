@@ -15,8 +15,8 @@ from torch import Tensor
 
 from shoal.engine.loading.generation_config import of_file, recommended
 from shoal.engine.loading.gguf_checkpoint import GgufCheckpoint, is_gguf
-from shoal.errors import LAB_INSTALL, Unsupported
-from shoal.model.config import WIDTHS
+from shoal.errors import LAB_INSTALL, Unsupported, told_by_transformers
+from shoal.model.config import WIDTHS, check_sizes
 from shoal.model.gguf.splits import only_model
 from shoal.model.modules import check_loading_info, check_quantised, class_of, loaded, quantised_by
 from shoal.model.mtp import MtpLayer, mtp_of
@@ -107,19 +107,15 @@ class Checkpoint:
             return self._config
         if self._gguf is not None:
             return self._gguf.config()
-        from huggingface_hub.errors import StrictDataclassError
         from transformers import AutoConfig
 
-        if self._foreign is not None:
-            return self._foreign.config(self._config_json)
-        if self._own is not None:
-            return self._own.from_dict(self._config_json)
-        try:
+        with told_by_transformers(f"the config of {str(self.place)!r}"):
+            if self._foreign is not None:
+                return self._foreign.config(self._config_json)
+            if self._own is not None:
+                return self._own.from_dict(self._config_json)
             config = AutoConfig.from_pretrained(self.place, **self._options)
-        except StrictDataclassError as error:
-            why = " ".join(str(error).partition("ValueError: ")[2].split()) or str(error)
-            raise ValueError(f"the config of {str(self.place)!r} contradicts itself: {why}. Fetch the model again, or "
-                             "give a config that belongs to its weights") from error
+        check_sizes(config)
         if "quantization_config" in vars(config) and config.quantization_config is None:
             del config.quantization_config  # transformers 5.0 takes one that is null for one that is there
         return config
@@ -134,7 +130,7 @@ class Checkpoint:
     @cached_property
     def _foreign(self) -> Foreign | None:
         """What reads a checkpoint whose own code is not needed, since its blocks come with transformers."""
-        if self._gguf is not None or (kind := self._config_json.get("model_type")) is None:
+        if self._gguf is not None or not (kind := self._model_type):
             return None
         from importlib.metadata import entry_points
 
@@ -148,7 +144,15 @@ class Checkpoint:
     @property
     def _own(self) -> Any | None:
         """The class of its config where transformers has none."""
-        return None if self._gguf is not None else OWN_CONFIGS.get(self._config_json.get("model_type", ""))
+        return None if self._gguf is not None else OWN_CONFIGS.get(self._model_type)
+
+    @property
+    def _model_type(self) -> str:
+        """As the config says it; empty where it says nothing."""
+        kind = self._config_json.get("model_type") or ""
+        if not isinstance(kind, str):
+            raise ValueError(f"the config says model_type {kind!r:.80}; it must be a name. Fetch the model again")
+        return kind
 
     def generation_config(self) -> Any | None:
         """The generation config, or None where the checkpoint has none."""
@@ -189,7 +193,7 @@ class Checkpoint:
         if quantised_by(config) is not None and isinstance(source := self.weights(), FileSource):
             check_quantised(config, source.types())
         kind = AutoModelForCausalLM if getattr(config, WIDTHS, None) is None else class_of(config)
-        with _no_bars_into_pipes():
+        with _no_bars_into_pipes(), told_by_transformers(f"the model {shown_name(self.name)!r}"):
             options = {**self._options, **options, "output_loading_info": True, "ignore_mismatched_sizes": True}
             model, info = kind.from_pretrained(self.place, config=config, dtype=dtype, **options)
         check_loading_info(info, f"the checkpoint {shown_name(self.name)!r}", self._read)

@@ -160,8 +160,12 @@ def modules_of(file: GgufFile, config: Any, dtype: torch.dtype) -> Any:
     """A transformers model with the dequantised weights in `dtype`, on the CPU, in eval mode.
 
     Raises:
-        Unsupported: a tensor is missing, left over, or has another shape than the config says.
+        Unsupported: a tensor is missing, left over, or has another shape than the config says, or the modules do not
+            compute what the file means.
     """
+    if config.model_type == "minimax" and config.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise Unsupported("the modules of a minimax-01 GGUF file that rotates a part of each head",
+                          "transformers' MiniMax rotates all of it", 'Use backend="packed"')
     source, wanted = GgufSource(file, config), expected(config)
     if config.tie_word_embeddings:
         wanted.pop("lm_head.weight", None)

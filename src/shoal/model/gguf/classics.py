@@ -20,7 +20,7 @@ from shoal.model.gguf.file import GgufFile
 from shoal.model.gguf.metadata import Metadata
 
 _SAFETENSORS = "Use the model's safetensors"
-_NEXT_NORM = "blk.0.attn_norm_2.weight"
+_NEXT_NORM, _POSITIONS = "blk.0.attn_norm_2.weight", "position_embd.weight"
 _OF_HEAD = re.compile(r"\.norms\.(\d+)\.")
 _INPUTS_FIRST = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
 """GPT-2's matrices, whose rows are inputs in transformers' modules."""
@@ -46,8 +46,11 @@ def _starcoder2(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
 
 def _gpt2(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
     """Learned positions are as many as the table has rows, whatever the length of the context."""
-    inner, rows = common["intermediate_size"], file.header.tensors["position_embd.weight"].shape[0]
-    return _eps(common) | {"n_inner": inner, "max_position_embeddings": rows}
+    if not file.has(_POSITIONS):
+        raise ValueError(f"the GGUF file {file.path.name!r} has no tensor {_POSITIONS!r}, the table of its learned "
+                         "positions. Convert the model again")
+    rows = file.header.tensors[_POSITIONS].shape[0]
+    return _eps(common) | {"n_inner": common["intermediate_size"], "max_position_embeddings": rows}
 
 
 def _starcoder(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
@@ -163,7 +166,7 @@ def _ends(embedding: str, norm: str) -> Mapping[str, str]:
 
 _UP, _DOWN, _OUT = "ffn_up", "ffn_down", "attn_output"
 _GPT2 = Family("gpt2", _gpt2, rotates=False, ends=MappingProxyType({
-    **_ends("transformer.wte", "transformer.ln_f"), "transformer.wpe.weight": "position_embd.weight"}),
+    **_ends("transformer.wte", "transformer.ln_f"), "transformer.wpe.weight": _POSITIONS}),
     layer=_both({"ln_1": "attn_norm", "ln_2": "ffn_norm", "attn.c_attn": "attn_qkv", "attn.c_proj": _OUT,
                  "mlp.c_fc": _UP, "mlp.c_proj": _DOWN}))
 _LLAMA = _ends("model.embed_tokens", "model.norm")
@@ -221,6 +224,8 @@ def in_modules(name: str, values: Tensor, config: Any) -> Tensor:
 
     if config.model_type == "gpt2" and name.endswith(_INPUTS_FIRST):
         return values.mT.contiguous()
+    if ".experts.mlp." in name:  # DBRX's, whose outputs are columns
+        return (values.mT if name.endswith("w2") else values).flatten(0, 1)
     if name.endswith(_FUSED):
         shape = shape_of(config)
         rows = rows_of(shape.qkv_order, shape.heads, shape.kv_heads, shape.head_dim)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from shoal.errors import Unsupported
-from shoal.model.config import WIDTHS
+from shoal.errors import Unsupported, told_by_transformers
+from shoal.model.config import WIDTHS, check_sizes
 from shoal.model.gguf.classics import CLASSICS
 from shoal.model.gguf.family import EMBEDDING, HEAD, Family, Fields
 from shoal.model.gguf.file import GgufFile
@@ -160,7 +160,10 @@ def config_of(file: GgufFile) -> Any:
         del fields["head_dim"]
     vocabulary = vocabulary_of(file.header)
     _check_vocabulary(file, vocabulary, fields["vocab_size"])
-    return AutoConfig.for_model(**{"model_type": family.model_type, **fields}, **_special(vocabulary))
+    with told_by_transformers(f"the GGUF file {file.path.name!r}"):
+        config = AutoConfig.for_model(**{"model_type": family.model_type, **fields}, **_special(vocabulary))
+    check_sizes(config)
+    return config
 
 
 def _common(file: GgufFile, metadata: Metadata) -> Fields:

@@ -166,6 +166,39 @@ def _minimax_m2(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
             "intermediate_size": metadata.whole("expert_feed_forward_length")}
 
 
+def _dbrx(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
+    limit = metadata.number("attention.clamp_kqv") if metadata.has("attention.clamp_kqv") else None
+    return {
+        "d_model": common["hidden_size"], "n_heads": common["num_attention_heads"],
+        "n_layers": common["num_hidden_layers"], "max_seq_len": common["max_position_embeddings"],
+        "attn_config": {"kv_n_heads": common["num_key_value_heads"], "clip_qkv": limit,
+                        "rope_theta": common["rope_parameters"]["rope_theta"]},
+        "ffn_config": {"ffn_hidden_size": common["intermediate_size"], "moe_top_k": metadata.whole("expert_used_count"),
+                       "moe_num_experts": metadata.whole("expert_count")},
+    }
+
+
+def _minimax_01(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
+    """Files have one factor of what is added to, and none of what is added. Every eighth layer has attention."""
+    layers, kept = common["num_hidden_layers"], metadata.number("residual_scale")
+    recurrent = metadata.pattern("attention.recurrent_layers", metadata.whole("full_attention_interval", 8), layers)
+    return {"layer_types": ["linear_attention" if one else "full_attention" for one in recurrent],
+            **{f"{part}_alpha_factor": kept for part in ("full_attn", "linear_attn", "mlp")}}
+
+
+def _phimoe(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
+    """llama.cpp divides the weights of a token's experts by their sum; the model's, and those here, are SparseMixer's.
+
+    Of the factor of long contexts files have what follows from the lengths, whatever the model's config says.
+    """
+    rope, window = common["rope_parameters"], metadata.whole("attention.sliding_window", 0, least=0)
+    if rope["rope_type"] == "longrope":
+        rope = rope | dict.fromkeys(("short_mscale", "long_mscale"), rope["attention_factor"])
+    return {"rope_parameters": rope, "attention_bias": file.has("blk.0.attn_q.bias"),
+            "lm_head_bias": file.has("output.bias"),
+            "sliding_window": window if 0 < window < common["max_position_embeddings"] else None}
+
+
 def _dots1(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
     own = _glm(file, metadata, common) | {"sliding_window": None}
     return {name: found for name, found in own.items() if name != "use_qk_norm"}
@@ -282,6 +315,17 @@ MIXTURES: Mapping[str, Family] = MappingProxyType({
     "minimax-m2": Family("minimax_m2", _minimax_m2, partial=True, own_head_dim=True, layer={
         "mlp.gate.weight": _ROUTER, **_names("block_sparse_moe", "w1", "w3", "w2"),
         "mlp.e_score_correction_bias": "exp_probs_b.bias"}),
+    "dbrx": Family("dbrx", _dbrx, ends=CLASSICS["mpt"].ends, layer={
+        "norm_attn_norm.norm_1.weight": "attn_norm.weight", "norm_attn_norm.norm_2.weight": "attn_output_norm.weight",
+        "norm_attn_norm.attn.Wqkv.weight": "attn_qkv.weight", "ffn.router.layer.weight": _ROUTER,
+        "norm_attn_norm.attn.out_proj.weight": "attn_output.weight", **_names("ffn"),
+        **{f"ffn.experts.mlp.{name}": place for name, place in (("w1", GATE), ("v1", UP), ("w2", DOWN))}}),
+    "minimax-01": Family("minimax", _local(_minimax_01), partial=True, own_head_dim=True, layer={
+        "mlp.gate.weight": _ROUTER, **_names("block_sparse_moe", "w1", "w3", "w2"),
+        "self_attn.norm.weight": "attn_norm_2.weight", "self_attn.out_proj.weight": "attn_output.weight",
+        "self_attn.output_gate.weight": "attn_gate.weight"}),
+    "phimoe": Family("phimoe", _local(_phimoe), ends=CLASSICS["starcoder2"].ends, layer={
+        "mlp.router.weight": _ROUTER, **_names("block_sparse_moe", "w1", "w3", "w2")}),
     "dots1": Family("dots1", _dots1, own_head_dim=True, layer={
         **_GLM, "post_attention_layernorm.weight": "ffn_norm.weight"}),
     "afmoe": Family("afmoe", _afmoe, own_head_dim=True, layer=_AFMOE),

@@ -273,15 +273,21 @@ class GgufSource(Source):
         """The row order of transformers, as rows of the file: neighbouring pairs become halves. None if they agree."""
         half = _KEY_HEADS.get(name.split(".")[-2])
         if half is not None and info.name.endswith("ssm_ba.weight"):
-            return torch.arange(info.shape[0]).view(self._config.linear_num_key_heads, 2, -1)[:, half].flatten()
+            groups = self._config.linear_num_key_heads
+            return _rows(info, groups, "key heads").view(groups, 2, -1)[:, half].flatten()
         heads = self._heads.get(info.name.split(".")[-2])
         if heads is None:
             return None
-        rows = info.shape[0 if info.name.endswith("weight") else -1]
-        if rows % (2 * heads):
-            raise ValueError(f"tensor {info.name!r} has {rows} rows; it must be a multiple of twice its {heads} heads. "
-                             "Convert the model again")
-        return torch.arange(rows).view(heads, rows // heads // 2, 2).transpose(1, 2).flatten()
+        return _rows(info, heads, "heads").view(heads, -1, 2).transpose(1, 2).flatten()
+
+
+def _rows(info: TensorInfo, heads: int, what: str) -> Tensor:
+    """The numbers of a tensor's rows, of which each head has as many pairs; ValueError if it cannot be so."""
+    rows = info.shape[0 if info.name.endswith("weight") else -1]
+    if rows % (2 * heads):
+        raise ValueError(f"tensor {info.name!r} has {rows} rows; it must be a multiple of twice its {heads} {what}. "
+                         "Convert the model again")
+    return torch.arange(rows)
 
 
 def _by_turns(parts: list[Tensor]) -> Tensor:

@@ -30,6 +30,7 @@ from shoal.model.packed.source import (
     BY_COLUMNS,
     PUBLISHED,
     ColumnsAsRows,
+    ExpertsApart,
     ExpertsByRows,
     FewerLayers,
     GatesBelow,
@@ -198,6 +199,8 @@ def build(
         source = _apart(config.get_text_config(), source)
     if config.get_text_config().model_type == "gpt_oss" and not isinstance(file, GgufSource):
         source = ExpertsByRows(source)
+    if shape.experts is not None and config.model_type == "dbrx" and not isinstance(file, GgufSource):
+        source = ExpertsApart(source, shape.experts.routing.count)
     if config.get_text_config().model_type in BY_COLUMNS and not isinstance(file, GgufSource):
         source = ColumnsAsRows(source, BY_COLUMNS[config.get_text_config().model_type])
     if config.model_type in PUBLISHED and not isinstance(plain, ModelSource | GgufSource):

@@ -185,6 +185,13 @@ def _mpt(text: Any) -> Fields:
     return fields | ({"attention_multiplier": own.softmax_scale} if own.softmax_scale else {})
 
 
+def _dbrx(text: Any) -> Fields:
+    attention, experts = text.attn_config, text.ffn_config
+    return {"num_key_value_heads": attention.kv_n_heads, "qkv_order": "parts", "qkv_limit": attention.clip_qkv or None,
+            "hidden_act": experts.ffn_act_fn["name"], "norm_eps": 1e-5, "num_experts": experts.moe_num_experts,
+            "num_experts_per_tok": experts.moe_top_k, "moe_intermediate_size": experts.ffn_hidden_size}
+
+
 def _turned(text: Any) -> Fields:
     """Rotary parameters of GPT-J's kind, whose configs have only how many dimensions are rotated."""
     size = _head_dim(text)
@@ -236,6 +243,7 @@ _FIELDS: Mapping[str, Callable[[Any], Fields]] = MappingProxyType({
     "cohere2_moe": _cohere2_moe, "stablelm": _stablelm, "opt": _opt,
     "persimmon": _persimmon, "nemotron": _nemotron, "olmo": _olmo, "bloom": _bloom, "mpt": _mpt, "gptj": _gptj,
     "codegen": _codegen, "phimoe": lambda text: {"head_biased": text.lm_head_bias},
+    "dbrx": _dbrx,
     "hyperclovax": lambda text: {"logit_factor": text.logits_scaling},
 })
 """Fields that their configs have by other names or not at all."""

@@ -140,6 +140,14 @@ def _phimoe(text: Any) -> Routing:
     return Routing(text.num_local_experts, 2, normalised=False, jitter=float(text.router_jitter_noise))
 
 
+def _dbrx(text: Any) -> Routing:
+    power = text.ffn_config.moe_normalize_expert_weights
+    if power not in (None, 1):
+        raise Unsupported("the packed backend for model type 'dbrx'", "its experts' weights are divided by a norm "
+                          f"(moe_normalize_expert_weights) of power {power}; known are 1 and none", _REMEDY)
+    return Routing(text.num_experts, text.num_experts_per_tok, normalised=power is not None)
+
+
 def _hunyuan(text: Any) -> Routing:
     counts = {text.num_experts} if isinstance(text.num_experts, int) else set(text.num_experts)
     tops = {text.moe_topk} if isinstance(text.moe_topk, int) else set(text.moe_topk)
@@ -247,6 +255,9 @@ _MIXTRAL = ExpertNames(
     apart=("block_sparse_moe.experts.{}.w1.weight", "block_sparse_moe.experts.{}.w3.weight",
            "block_sparse_moe.experts.{}.w2.weight"))
 _PHI = replace(_MIXTRAL, router=("mlp.router.weight", "block_sparse_moe.gate.weight"))
+_DBRX = ExpertNames(
+    ("ffn.router.layer.weight",), (("ffn.experts.gate_up_proj", "ffn.experts.down_proj"),),
+    ("ffn.experts.{}.gate_proj.weight", "ffn.experts.{}.up_proj.weight", "ffn.experts.{}.down_proj.weight"))
 _HUNYUAN = ExpertNames(("mlp.gate.wg.weight",), shared="mlp.shared_mlp.")
 _LFM2 = ExpertNames(
     ("feed_forward.gate.weight",), (("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"),),
@@ -298,6 +309,7 @@ EXPERTS: Mapping[str, ExpertKind] = MappingProxyType({
     "qwen3_moe": ExpertKind(ExpertNames(), _softmax, _sparse_steps),
     "mixtral": ExpertKind(_MIXTRAL, _softmax, width=lambda text: int(text.intermediate_size)),
     "phimoe": ExpertKind(_PHI, _phimoe, width=lambda text: int(text.intermediate_size)),
+    "dbrx": ExpertKind(_DBRX, _dbrx),
     "hunyuan_v1_moe": ExpertKind(_HUNYUAN, _hunyuan, width=lambda text: int(text.intermediate_size),
                                  shared=lambda text: int(text.intermediate_size)),
     "minimax": ExpertKind(_MIXTRAL, _softmax, width=lambda text: int(text.intermediate_size)),
@@ -328,7 +340,8 @@ EXPERTS: Mapping[str, ExpertKind] = MappingProxyType({
     "gpt_oss": ExpertKind(
         _GPT_OSS, lambda text: Routing(text.num_local_experts, text.num_experts_per_tok),
         width=lambda text: int(text.intermediate_size),
-        clamped=lambda text: ClampedUnit(float(text.swiglu_limit), float(text.swiglu_alpha))),
+        clamped=lambda text: ClampedUnit(*(  # earlier transformers have these numbers in their code alone
+            float(getattr(text, name, usual)) for name, usual in (("swiglu_limit", 7.0), ("swiglu_alpha", 1.702))))),
     "qwen3_next": ExpertKind(_GATED, _softmax, _sparse_steps, shared=_shared_width),
     "qwen3_5_moe_text": ExpertKind(_GATED, _softmax, shared=_shared_width),
     "lfm2_moe": ExpertKind(_LFM2, _lfm2, lambda text, layer: layer >= text.num_dense_layers,

@@ -215,6 +215,9 @@ MIXTURES: Mapping[str, ModelKind] = MappingProxyType({
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), _LATENT),
     "hunyuan_v1_moe": ModelKind(names=Names(head_norms=("query_layernorm", "key_layernorm"))),
     "phimoe": ModelKind(layer_norms=True),
+    "dbrx": replace(_same(Norms("norm_attn_norm.norm_1", "norm_attn_norm.norm_2")), layer_norms=True,
+                    norm_parts=("weight",), names=Names("wte", "norm_f", "blocks", attention="norm_attn_norm.attn.",
+                                                        mlp="ffn.", qkv="Wqkv", out="out_proj")),
     "llama4_text": ModelKind(names=Names(mlp="feed_forward.")),
     "cohere2_moe": replace(_same(Norms(mlp="input_layernorm")), layer_norms=True, norm_parts=("weight",)),
 })

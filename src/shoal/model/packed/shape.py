@@ -312,7 +312,7 @@ def shape_of(config: Any, dtype: torch.dtype = torch.float64) -> Shape:
         raise _misfit(text, "its code comes with the checkpoint, not with transformers")
     text = viewed(text)
     activation = getattr(text, "hidden_activation", None) or getattr(text, "hidden_act", "silu")
-    if activation not in _ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         raise _misfit(text, f"its activation {activation!r} is not among {', '.join(_ACTIVATIONS)}")
     if getattr(text, "use_bidirectional_attention", False) not in (None, False, "vision"):  # of images alone
         raise _misfit(text, "its tokens see later ones")
@@ -584,8 +584,12 @@ class RotaryTable:
         text = viewed(config.get_text_config())
         self._device, self._dtype = device, dtype
         ropes = ropes_of(text)
-        self._frequencies = [_frequencies(text, kind, rope, device) for kind, rope in ropes.items()]
-        self._module: Any = None if None not in self._frequencies else _module(text).to(device)
+        try:
+            self._frequencies = [_frequencies(text, kind, rope, device) for kind, rope in ropes.items()]
+            self._module: Any = None if None not in self._frequencies else _module(text).to(device)
+        except (ArithmeticError, LookupError, RuntimeError, TypeError) as error:  # of types and numbers that are odd
+            raise ValueError(f"the config's rope_parameters are {dict(text.rope_parameters)!r:.300}, which make no "
+                             f"rotary embedding ({type(error).__name__}: {error}). Fetch the model again") from error
         self._kinds = list(ropes)
         self._most = context_of(text) if any(moves(text, rope) for rope in ropes.values()) else None
         self.cos = self.sin = torch.empty(len(self._kinds), 0, 0)

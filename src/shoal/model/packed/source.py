@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -286,6 +286,54 @@ class ExpertsByRows(ChangedSource):
             what = f"a checkpoint whose {name}_blocks are {list(stored.shape)}, and their scales {list(scales.shape)}"
             raise Unsupported(what, f"it must be [experts, rows, n, {_HALF}] and [experts, rows, n]", "Fetch it again")
         return [mxfp4(pairs, exponents) for pairs, exponents in zip(stored, scales, strict=True)]
+
+
+class ExpertsApart(ChangedSource):
+    """DBRX's experts as those of other models.
+
+    Checkpoints and modules have those of a layer in three matrices, one expert above the other: gates, ups, and outputs
+    by columns.
+
+    Args:
+        count: of the experts of a layer.
+    """
+
+    _HELD: ClassVar[Mapping[str, tuple[str, ...]]] = {"gate_up_proj": ("mlp.w1", "mlp.v1"), "down_proj": ("mlp.w2",)}
+
+    def __init__(self, source: Source, count: int) -> None:
+        super().__init__(source)
+        self._count = count
+
+    @override
+    def names(self) -> list[str]:
+        ours = {one: name for name, held in self._HELD.items() for one in held}
+        parts = ((name, name.partition("experts.")) for name in self._source.names())
+        return sorted({f"{before}experts.{ours[held]}" if held in ours else name for name, (before, _, held) in parts})
+
+    @override
+    def has(self, name: str) -> bool:
+        return all(map(self._source.has, self._held(name)))
+
+    def __getitem__(self, name: str) -> Tensor:
+        held = self._held(name)
+        if held == [name]:
+            return self._source[name]
+        parts = [self._by_expert(one) for one in held]
+        return torch.cat(parts, 1) if len(parts) > 1 else parts[0].mT
+
+    def _by_expert(self, name: str) -> Tensor:
+        """A tensor of the checkpoint as [experts, rows, columns]."""
+        tensor = self._source[name]
+        if tensor.dim() != 2 or len(tensor) % self._count:
+            what = f"a checkpoint whose {name!r} is {list(tensor.shape)}"
+            raise Unsupported(what, f"its rows must be those of {self._count} experts", "Fetch it again")
+        found: Tensor = tensor.unflatten(0, (self._count, -1))
+        return found
+
+    def _held(self, name: str) -> list[str]:
+        """The tensors of the checkpoint that have one of ours."""
+        before, _, own = name.partition("experts.")
+        return [f"{before}experts.{one}" for one in self._HELD[own]] if own in self._HELD else [name]
 
 
 def mxfp4(pairs: Tensor, exponents: Tensor) -> Blocks:

@@ -47,7 +47,7 @@ _HEAD_NORMS = ("qwen3", "gemma3_text", "olmo2", "olmo3", "exaone4", "qwen3_5_tex
                "hunyuan_v1_moe", "gemma4_unified_text", "minimax_m2", "dots1", "exaone_moe", "hy_v3", "flex_olmo",
                "afmoe", "gemma3n_text", "apertus")
 _FUSED = ("phi3", "glm", "glm4", "granitemoehybrid", "phi4flash")
-_FUSED_QKV = ("phi3", "gpt2", "gpt_bigcode", "gpt_neox", "falcon", "persimmon", "bloom", "mpt", "codegen")
+_FUSED_QKV = ("phi3", "gpt2", "gpt_bigcode", "gpt_neox", "falcon", "persimmon", "bloom", "mpt", "codegen", "dbrx")
 """Model types whose modules have q, k and v as one matrix."""
 _QKV, _SINKS = ("q_proj", "k_proj", "v_proj"), "sinks"
 _TABLE, _PROJECT, _PROJECT_NORM = "embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm"
