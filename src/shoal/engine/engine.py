@@ -79,6 +79,7 @@ class Engine:
         limit: the memory that the process may take; what cannot fit is refused before it starts. None for any.
         sampling: what the model's makers recommend for `Sampling`, where they say so. Commands and servers draw by it;
             see `shoal.engine.loading.generation_config`.
+        sampling_from: where that stands: "files", the address that the table of short names gives, or "" for nowhere.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class Engine:
         self.limit: MemoryLimit | None = None
         self._generation_processors = partial(processors, generation_rules or {}, device=runner.device)
         self.sampling: Mapping[str, float] = {}
+        self.sampling_from = ""
         self._turn = threading.RLock()
         self._draft_models = None if open_model is None else DraftModels(self, open_model)
         self._tensors = TrainedTensors(runner.device)
