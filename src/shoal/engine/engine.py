@@ -131,7 +131,7 @@ class Engine:
         if MtpHead not in self._memory:
             layer = self.mtp()
             if layer is not None and self.limit is not None:  # as one of the model's own, whose 4 bits may become 8
-                own = 2 * weight_bytes(self) // self.runner.num_layers
+                own = 2 * weight_bytes(self) // self.runner.num_layers * (1 + len(layer.further))
                 self.limit.check_weights("the model's layer for further tokens", own)
             self._memory[MtpHead] = None if layer is None else MtpHead(self.runner, layer)
         found: MtpHead | None = self._memory[MtpHead]
