@@ -25,7 +25,8 @@ def prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def train(capsys: Any, kind: str, model: str, out: Path, *argv: Any) -> tuple[dict[str, Any], str]:
-    options = ["--max-new-tokens", 12, "--epochs", 1, "--batch", 256, *(() if kind == "ppd" else ("--vocabulary", 50))]
+    cut = () if kind in ("ppd", "dflash") else ("--vocabulary", 50)
+    options = ["--max-new-tokens", 12, "--epochs", 1, "--batch", 256, *cut]
     assert main(["train", kind, *map(str, [*options, "--model", model, "--out", out, *argv]), "--json"]) == 0
     told, err = capsys.readouterr()
     assert told.count("\n") == 1
@@ -69,6 +70,23 @@ def test_a_layer_that_reads_several_is_trained_and_used(
     assert f"going on at step {card['steps'][1]} of" in err and again["acceptance"] == card["acceptance"]
     said = []
     for argv in (["--method", "eagle", "--part", str(out)], ["--method", "auto", "--part", str(out)], []):
+        assert main(["generate", "the sun", "--model", tiny_folder, *GREEDY, "--json", *argv]) == 0
+        said.append(json.loads(capsys.readouterr().out))
+    assert said[0]["tokens"] == said[1]["tokens"] == said[2]["tokens"]
+
+
+def test_layers_that_fill_blocks_are_trained_and_used(
+    capsys: Any, tiny_folder: str, prompts: Path, tmp_path: Path
+) -> None:
+    out, options = tmp_path / "dflash", ["--prompts", prompts, "--layers", 2, "--block", 4, "--mask-token", 96]
+    card, err = train(capsys, "dflash", tiny_folder, out, *options)
+    assert card["shape"]["tap0"] == 2 and card["shape"]["tap1"] == 4 and card["shape"]["mask"] == 96
+    assert len(card["acceptance"]) == len(card["places"]) == 3 and card["steps"][0] == card["steps"][1] > 0
+    assert "2 of 2 shards read at layers 2, 4" in err and f"--method dflash --part {out}" in err
+    again, err = train(capsys, "dflash", tiny_folder, out, *options)
+    assert f"going on at step {card['steps'][1]} of" in err and again["acceptance"] == card["acceptance"]
+    said = []
+    for argv in (["--method", "dflash", "--part", str(out)], ["--method", "auto", "--part", str(out)], []):
         assert main(["generate", "the sun", "--model", tiny_folder, *GREEDY, "--json", *argv]) == 0
         said.append(json.loads(capsys.readouterr().out))
     assert said[0]["tokens"] == said[1]["tokens"] == said[2]["tokens"]
@@ -229,9 +247,9 @@ def test_what_cannot_be_done_is_refused(capsys: Any, tiny_folder: str, prompts: 
     (tmp_path / "bad.jsonl").write_text('{"text": "x"}\n')
     assert "has no text under 'prompt'" in refusal(capsys, *base, "--prompts", tmp_path / "bad.jsonl")
     assert "invalid choice" in refusal(capsys, "tree", *base[1:])
-    assert "--layers belongs to drafter" in refusal(capsys, *base, "--layers", 3)
+    assert "--layers belongs to drafter and dflash" in refusal(capsys, *base, "--layers", 3)
     assert "--steps belongs to diffusion" in refusal(capsys, *base, "--steps", 3)
-    assert "--taps belongs to eagle" in refusal(capsys, "medusa", *base[1:], "--taps", "1,2")
+    assert "--taps belongs to eagle and dflash" in refusal(capsys, "medusa", *base[1:], "--taps", "1,2")
     for taps in ("1,6", "1,1", "one", ""):
         told = refusal(capsys, *base, "--prompts", prompts, "--taps", taps)
         assert f"--taps is {taps!r}; it must be auto, or different layers of 0 to 5, such as 0,3" in told
@@ -240,4 +258,10 @@ def test_what_cannot_be_done_is_refused(capsys: Any, tiny_folder: str, prompts: 
     assert "--depths belongs to eagle and medusa and ppd" in refusal(capsys, *drafter, "--depths", 3)
     assert "layers is 9; it must be 1 to 6" in refusal(capsys, *drafter, "--layers", 9)
     assert "block is 65; it must be 1 to 64" in refusal(capsys, *drafter, "--block", 65)
+    blocks = ["dflash", *drafter[1:]]
+    assert "--window belongs to drafter; leave it out for dflash" in refusal(capsys, *blocks, "--window", 3)
+    assert "--vocabulary belongs to" in refusal(capsys, *blocks, "--vocabulary", 50)
+    assert "block is 1; it must be 2 to 61 places" in refusal(capsys, *blocks, "--block", 1)
+    assert "layers is 0; it must be at least 1" in refusal(capsys, *blocks, "--layers", 0)
+    assert "the model has 6 layers, too few for a drafter of 5" in refusal(capsys, *blocks, "--layers", 5)
     assert not (tmp_path / "drafter").exists()

@@ -25,7 +25,7 @@ from shoal.speculative.eagle import LayerProposer
 from shoal.speculative.growth import Branching
 from shoal.speculative.layer_head import CheckpointHead
 from shoal.types import Sampling
-from shoal_lab.train import corpus, eagle3
+from shoal_lab.train import corpus, eagle3, layers
 from shoal_lab.train.corpus import Corpus, CorpusWish
 from shoal_lab.train.eagle import default_shape
 from shoal_lab.train.eagle3 import TappedModule
@@ -76,7 +76,7 @@ class ModuleReference(GuessReference):
 @each_backend
 def test_what_is_written_guesses_as_the_module(backend: Backend, tmp_path: Path) -> None:
     module, runner = random_module(), backend.runner("llama")
-    card = eagle3.export(tmp_path, target("llama"), module, half=False)
+    card = layers.export(tmp_path, target("llama"), module, half=False)
     assert card["shape"]["tap2"] == 4
     head = CheckpointHead(runner, eagle_checkpoint.read(str(tmp_path)))
     assert head.taps == TAPS and [*head.names] == [*IDS]
@@ -171,7 +171,7 @@ def test_the_loss_falls_and_more_guesses_are_kept(tmp_path: Path) -> None:
     module = TappedModule.fresh(Base(engine.runner), held, range(engine.runner.vocab_size), None, 0)
     run, kept = Trainer(module, held, Training(epochs=6, batch=1024, rate=3e-3), tmp_path), []
     for name in ("before", "after"):
-        eagle3.export(tmp_path / name, engine, module)
+        layers.export(tmp_path / name, engine, module)
         options = {"max_new_tokens": 64, "temperature": 0.8, "seed": 5}
         both = "full", Eagle(str(tmp_path / name))
         plain, found = (engine.generate(begun[:16], method=one, **options) for one in both)

@@ -6,7 +6,8 @@ same command resumes. The model itself is not trained, except by `heal`.
 `dynamic_context` guesses nothing: it is a gate that chooses which of an answer's tokens stay in the KV. Neither does
 `first`: routers that choose, after a prompt, which layers the answer runs. Neither does `read_me`: the MLPs' neurons in
 groups, and a router that chooses by the last tokens which groups the next forward runs.
-`drafter` is a model of its own for `deer`: the model's outer layers, trained to fill a block of masks.
+`drafter` is a model of its own for `deer`: the model's outer layers, trained to fill a block of masks. `dflash` fills
+one by layers that read the model's states.
 `heal` writes the model anew, with low-rank adapters trained to make up for layers that a depth plan skips, or for what
 `shoal prune` removed.
 `hybrid` turns two thirds of a Llama's attention layers into gated delta layers, and stores those alone.
@@ -27,11 +28,12 @@ from shoal.cli.options.parser import Parser
 from shoal_lab.cli.method_list import methods_from
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from shoal.depth.plan import DepthPlan
     from shoal.engine.engine import Engine
     from shoal_lab.train.corpus import Corpus, CorpusWish
+    from shoal_lab.train.dflash import BlockShape
     from shoal_lab.train.drafter import DrafterShape
     from shoal_lab.train.part import TrainedModule
 
@@ -39,6 +41,7 @@ EXAMPLES = """examples:
   shoal train eagle --model M.gguf --out part
   shoal train eagle --model M.gguf --out part --data DATA --tokens 500000 --minutes 30
   shoal train eagle --model M.gguf --out eagle3 --answers part/answers --taps auto --depths 5
+  shoal train dflash --model M.gguf --out dflash --answers part/answers --layers 2 --block 8
   shoal train medusa --model M.gguf --out heads --answers part/answers --prompts asked.txt,more.jsonl
   shoal train ppd --model M.gguf --out prompts --answers part/answers --prompts asked.txt,more.jsonl --batch 512
   shoal train dynamic_context --model M.gguf --out gate --answers part/answers --prompts asked.txt --keep 0.5
@@ -54,25 +57,27 @@ EXAMPLES = """examples:
 """
 KINDS = ("eagle", "medusa")
 PROMPTS, DRAFTER, SCRATCH, CONTEXT, ROUTERS = "ppd", "drafter", "diffusion", "dynamic_context", "first"
+BLOCKS = "dflash"
 EXPERTS, HEAL, FULL, HYBRID = "read_me", "heal", "full", "hybrid"
 _KEEP = {CONTEXT: 0.5, ROUTERS: 0.8}
 _BATCH, _RATE, _PROMPTS_RATE = 2048, 3e-3, 3e-2
 _SHARED = ("part", "out", "steps", "batch", "rate", "minutes", "seed", "threads", "json", "causal")
 """Options of a model trained from scratch."""
 _ONLY = {**dict.fromkeys(("steps", "causal"), (SCRATCH,)), "depths": (*KINDS, PROMPTS), "copies": (PROMPTS,),
-         "vocabulary": (*KINDS, CONTEXT, ROUTERS), "weights": (*KINDS, CONTEXT, ROUTERS, EXPERTS),
+         "vocabulary": (*KINDS, CONTEXT, ROUTERS), "weights": (*KINDS, BLOCKS, CONTEXT, ROUTERS, EXPERTS),
          **dict.fromkeys(("groups", "shared", "experts"), (EXPERTS,)),
-         **dict.fromkeys(("layers", "block", "window", "mask_token"), (DRAFTER,)),
+         **dict.fromkeys(("layers", "block", "mask_token"), (DRAFTER, BLOCKS)), "window": (DRAFTER,),
          "keep": (CONTEXT, ROUTERS), "gate_layer": (CONTEXT,), "under": (HEAL, ROUTERS),
          **dict.fromkeys(("student", "rank", "recompute"), (HEAL,)),
-         "taps": ("eagle",), **dict.fromkeys(("text", "length", "layer_epochs", "start", "export"), (HYBRID,))}
+         "taps": ("eagle", BLOCKS), **dict.fromkeys(("text", "length", "layer_epochs", "start", "export"), (HYBRID,))}
 """Option -> the kinds that have it, if not all do."""
 
 
 def add_arguments(parser: Parser) -> None:
     """Declare the options."""
-    kinds = (*KINDS, PROMPTS, DRAFTER, CONTEXT, ROUTERS, EXPERTS, HEAL, HYBRID, SCRATCH)
+    kinds = (*KINDS, BLOCKS, PROMPTS, DRAFTER, CONTEXT, ROUTERS, EXPERTS, HEAL, HYBRID, SCRATCH)
     parser.add_argument("part", choices=kinds, help="eagle: a layer that goes on from the model's last states; "
+                        "dflash: layers that fill a block of masks over the model's states; "
                         "medusa: a head for each of the next places; ppd: vectors that stand for the next words; "
                         "drafter: a small model that fills masks, for deer; dynamic_context: a gate for the KV; first: "
                         "routers that choose layers; read_me: groups of neurons and a router; heal: the "
@@ -108,14 +113,16 @@ def add_arguments(parser: Parser) -> None:
     what.add_argument("--depths", metavar="N", type=int, help="eagle: guesses in a row that are trained, 3 if none; "
                       "medusa: heads, 4 if none; ppd: places ahead, 3 if none")
     what.add_argument("--taps", metavar="L,...", help="eagle: read what enters these layers, in EAGLE-3's form; auto: "
-                      "2, half of the layers, and all but 3")
+                      "2, half of the layers, and all but 3; dflash: as many as it has layers, spread over the model, "
+                      "if none")
     what.add_argument("--copies", metavar="N", type=int, default=1, help="ppd: vectors for each place, whose guesses "
                       "are averaged")
     what.add_argument("--weights", choices=("int8", "int6", "bfloat16", "float32"), default="int8", help="how it is "
-                      "stored; with --taps bfloat16, or float32")
+                      "stored; with --taps and for dflash bfloat16, or float32")
     what.add_argument("--layers", metavar="N", type=int, default=2, help="drafter: layers of the model, first and "
-                      "last ones, that it is made of")
-    what.add_argument("--block", metavar="N", type=int, default=8, help="drafter: masks that it fills at a time")
+                      "last ones, that it is made of; dflash: layers")
+    what.add_argument("--block", metavar="N", type=int, default=8, help="drafter: masks that it fills at a time; "
+                      "dflash: places of a block, one more than it guesses")
     what.add_argument("--window", metavar="N", type=int, default=64, help="drafter: last tokens of a text that it "
                       "reads")
     what.add_argument("--keep", metavar="R", type=float, help="dynamic_context: the share of an answer's tokens that "
@@ -143,8 +150,8 @@ def add_arguments(parser: Parser) -> None:
     what.add_argument("--start", metavar="DIR", type=Path, help="hybrid: a folder of layers to go on from")
     what.add_argument("--export", metavar="DIR", type=Path, help="hybrid: only write there the whole model of the "
                       "layers in --out, as transformers reads it")
-    what.add_argument("--mask-token", metavar="T", help="drafter: stands for a word not yet known: a token that no "
-                      "text holds, or its number; a special token that is not used if none")
+    what.add_argument("--mask-token", metavar="T", help="drafter, dflash: stands for a word not yet known: a token "
+                      "that no text holds, or its number; a special token that is not used if none")
     what.add_argument("--licence", metavar="TEXT", help="under which the part may be used, for its card")
     common.add_model(parser)
     common.add_json(parser)
@@ -230,18 +237,19 @@ def _part(args: argparse.Namespace, late: Callable[[], bool]) -> int:
 
     from shoal_lab.bench import report
     from shoal_lab.train import corpus, export, read_me
+    from shoal_lab.train.drafter import DrafterShape
     from shoal_lab.train.loop import Trainer, Training
 
-    wish, shape = _wish(args), _shape(args)
+    shape = _shape(args)
     engine = common.load_engine(args)
-    if shape is not None:
+    if isinstance(shape, DrafterShape):
         shape.check(engine)
     if args.part == EXPERTS:
         read_me.check_division(read_me.mlp_widths(engine), args.groups, args.shared, args.experts)
     plans = _plans(args, engine) if args.part in (HEAL, ROUTERS) else None
     taps = _taps(args, engine)
     place = args.answers or args.out / "answers"
-    answers = corpus.make(place, engine, lambda: _prompts(args, engine), wish, _tell, late)
+    answers = corpus.make(place, engine, lambda: _prompts(args, engine), _wish(args, taps), _tell, late)
     if answers.whole and taps:
         answers = corpus.tap(answers, place, engine, taps, _tell, late)
     if not answers.whole:  # a run starts when its answers are complete, and keeps to them
@@ -272,7 +280,7 @@ def _written(
     args: argparse.Namespace, engine: Engine, module: TrainedModule, facts: dict[str, Any]
 ) -> tuple[dict[str, Any], str, str]:
     """The card of the result, a sentence about its value, and the options that use it."""
-    from shoal_lab.train import drafter, eagle3, export, heal
+    from shoal_lab.train import drafter, export, heal, layers
     from shoal_lab.train.part import ShippedModule
 
     if isinstance(module, heal.HealModule):
@@ -285,8 +293,8 @@ def _written(
     if isinstance(module, drafter.DrafterModule):
         card = export.model(args.out, engine, module, module.checkpoint(), **facts)
         use = f"{model} deer --draft {args.out} --length {args.block}"
-    elif isinstance(module, eagle3.TappedModule):
-        card = eagle3.export(args.out, engine, module, args.weights != "float32", **facts)
+    elif isinstance(module, layers.CheckpointModule):
+        card = layers.export(args.out, engine, module, args.weights != "float32", **facts)
         use = f"{model} {args.part} --part {args.out}"
     else:
         assert isinstance(module, ShippedModule)
@@ -340,22 +348,24 @@ def _check(args: argparse.Namespace) -> None:
                              f"{args.part}")
 
 
-def _wish(args: argparse.Namespace) -> CorpusWish:
+def _wish(args: argparse.Namespace, taps: Sequence[int] = ()) -> CorpusWish:
     from shoal_lab.train.corpus import CorpusWish
 
-    more = 0 if args.taps is None else 3 if args.taps == "auto" else len(args.taps.split(","))
-    return CorpusWish(args.tokens, args.max_new_tokens, args.temperature, args.seed, args.gigabytes / (1 + more))
+    room = args.gigabytes / (1 + len(taps))
+    return CorpusWish(args.tokens, args.max_new_tokens, args.temperature, args.seed, room)
 
 
 def _taps(args: argparse.Namespace, engine: Engine) -> tuple[int, ...]:
-    """The layers that --taps names, ascending; none without it."""
-    from shoal_lab.train.eagle3 import default_taps
+    """The layers that --taps names, ascending; without it those of the kind's own, if it has any."""
+    from shoal_lab.train import dflash, eagle3
 
     layers = engine.runner.num_layers
+    if args.part == BLOCKS and args.taps in (None, "auto"):
+        return dflash.default_taps(layers, args.layers)
     if args.taps is None:
         return ()
     if args.taps == "auto":
-        return default_taps(layers)
+        return eagle3.default_taps(layers)
     found = args.taps.split(",")
     if not all(one.isdecimal() and int(one) < layers for one in found) or len({*found}) < len(found):
         raise ValueError(f"--taps is {args.taps!r}; it must be auto, or different layers of 0 to {layers - 1}, such as "
@@ -363,10 +373,13 @@ def _taps(args: argparse.Namespace, engine: Engine) -> tuple[int, ...]:
     return tuple(sorted(map(int, found)))
 
 
-def _shape(args: argparse.Namespace) -> DrafterShape | None:
-    """The shape of a drafter; None for other kinds."""
+def _shape(args: argparse.Namespace) -> DrafterShape | BlockShape | None:
+    """The shape of a drafter that fills masks; None for other kinds."""
+    from shoal_lab.train.dflash import BlockShape
     from shoal_lab.train.drafter import DrafterShape
 
+    if args.part == BLOCKS:
+        return BlockShape(args.layers, args.block)
     return DrafterShape(args.layers, args.block, args.window) if args.part == DRAFTER else None
 
 
@@ -390,13 +403,14 @@ def _prompts(args: argparse.Namespace, engine: Engine) -> list[list[int]]:
 
 
 def _module(
-    args: argparse.Namespace, engine: Engine, answers: Corpus, shape: DrafterShape | None,
+    args: argparse.Namespace, engine: Engine, answers: Corpus, shape: DrafterShape | BlockShape | None,
     plans: dict[str, DepthPlan] | None,
 ) -> TrainedModule:
     """The component with its first weights."""
     import torch
 
     from shoal_lab.train.context_gate import ContextGateModule, check_lengths
+    from shoal_lab.train.dflash import BlockModule, BlockShape
     from shoal_lab.train.drafter import DrafterModule, mask_token
     from shoal_lab.train.eagle import EagleModule
     from shoal_lab.train.eagle3 import TappedModule
@@ -409,6 +423,8 @@ def _module(
 
     if shape is not None:
         mask = mask_token(engine, answers, args.mask_token)
+        if isinstance(shape, BlockShape):
+            return BlockModule.fresh(Base(engine.runner), answers, shape, mask, args.seed)
         return DrafterModule(Base(engine.runner), _plain(args), shape, mask, args.seed)
     if plans is not None and args.part == HEAL:
         half = engine.runner.dtype == torch.bfloat16

@@ -22,7 +22,7 @@ from shoal.engine.engine import Engine
 from shoal.errors import Unsupported
 from shoal.model.config import MASKED
 from shoal_lab.train.corpus import Corpus
-from shoal_lab.train.part import Base, CutHead, Guessed, TextBatch, TrainedModule
+from shoal_lab.train.part import Base, CutHead, Guessed, TextBatch, TrainedModule, next_draws, right_places
 
 _FADE = 0.8
 """Weight of a place's loss relative to the previous place's."""
@@ -123,9 +123,7 @@ class DrafterModule(TrainedModule):
         # token of an answer, from its first one on.
         offset = 0
         if torch.is_grad_enabled():
-            generator = torch.Generator().manual_seed(self._seed * 1_000_003 + int(self.steps))
-            offset = int(torch.randint(self._shape.block, (), generator=generator))
-            self.steps += 1
+            offset = int(torch.randint(self._shape.block, (), generator=next_draws(self._seed, self.steps)))
         canvas = self.canvas(batch, offset)
         outputs, total, found = self.outputs(canvas), torch.zeros(()), []
         for place in range(self._shape.block):
@@ -163,14 +161,10 @@ class DrafterModule(TrainedModule):
         hidden: Tensor = self._student[0].model(inputs_embeds=x, attention_mask=seen, use_cache=False).last_hidden_state
         return hidden[canvas.masks].view(len(x), self._shape.block, -1)
 
-    @torch.no_grad()
     @override
     def facts(self, held_out: Sequence[TextBatch]) -> dict[str, Any]:
         """Share of masks at which the argmax token is the text's, by mask, whatever came before: `places`."""
-        found = [self.loss(batch)[1] for batch in held_out]
-        right, asked = (torch.tensor([[int(getattr(one, name).sum()) for one in depths] for depths in found]).sum(0)
-                        for name in ("right", "asked"))
-        return {"places": [round(share, 4) for share in (right / asked.clamp(min=1)).tolist()]}
+        return {"places": right_places(self, held_out)}
 
     @override
     def shape(self) -> dict[str, int]:

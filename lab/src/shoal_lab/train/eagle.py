@@ -13,16 +13,16 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import linear, pad, rms_norm, silu, smooth_l1_loss
+from torch import Tensor
+from torch.nn.functional import linear, pad, rms_norm, smooth_l1_loss
 from typing_extensions import override
 
 from shoal.speculative.draft_head_file import TOKENS
 from shoal.speculative.layer_head import FUSE, NORMS, LayerShape
 from shoal_lab.train.corpus import Corpus
-from shoal_lab.train.part import Base, CutHead, Guessed, PartModule, TextBatch
+from shoal_lab.train.layers import LayersModule
+from shoal_lab.train.part import Base, Guessed, PartModule, TextBatch
 
-_SPREAD = 0.02
 _SURE, _LINEAR = 0.5, 0.7
 """Size of random and of linear first outputs relative to states. Smaller outputs give less certain guesses."""
 _FADE = 0.8
@@ -41,16 +41,12 @@ def default_shape(hidden: int) -> LayerShape:
     return LayerShape(hidden, hidden * 8 // 3 // even * even, hidden // head_dim, head_dim)
 
 
-class LayerModule(PartModule):
+class LayerModule(LayersModule, PartModule):
     """Trains a layer that guesses from the model's states, and from its own outputs after the first guess.
 
     Args:
-        base: the model.
-        shape: shape of the layer.
-        sizes: of its tensors, by the names under which they ship.
-        ids: the tokens that are guessed.
+        base, shape, sizes, ids, seed: see `LayersModule`.
         rollout: depths to train.
-        seed: of the first weights.
     """
 
     kind: ClassVar[str] = "eagle"
@@ -59,13 +55,8 @@ class LayerModule(PartModule):
         self, base: Base, shape: LayerShape, sizes: Mapping[str, tuple[int, ...]], ids: Sequence[int], rollout: int,
         seed: int,
     ) -> None:
-        super().__init__()
-        self._base, self._shape, self._rollout = base, shape, rollout
-        self.head = CutHead(base, ids)
-        self._names = {name: place for place, name in enumerate(sizes)}
-        generator = torch.Generator().manual_seed(seed)
-        self.weights = nn.ParameterList(_first(size, generator) for size in sizes.values())
-        self._frequencies = shape.theta ** (-torch.arange(0, shape.head_dim, 2) / shape.head_dim)
+        super().__init__(base, shape, sizes, ids, seed)
+        self._rollout = rollout
 
     @abstractmethod
     def outputs(self, batch: TextBatch) -> list[Tensor]:
@@ -74,11 +65,6 @@ class LayerModule(PartModule):
     def apart(self, outputs: Tensor, states: Tensor, scale: Tensor) -> Tensor:
         """What the loss of outputs [n, D] in place of states [n, D] has besides; `scale` is the size of states."""
         return torch.zeros(())
-
-    def __getitem__(self, name: str) -> Tensor:
-        """A tensor by the name under which it ships."""
-        found: Tensor = self.weights[self._names[name]]
-        return found
 
     @override
     def loss(self, batch: TextBatch) -> tuple[Tensor, list[Guessed]]:
@@ -98,27 +84,15 @@ class LayerModule(PartModule):
 
     @override
     def exported(self) -> dict[str, Tensor]:
-        return {name: self[name].detach() for name in self._names} | {TOKENS: self.head.ids.int()}
-
-    @override
-    def shape(self) -> dict[str, int]:
-        return {name: getattr(self._shape, name) for name in ("hidden", "ffn", "heads", "head_dim")}
-
-    def _normed(self, x: Tensor, name: str) -> Tensor:
-        return rms_norm(x.float(), (self._shape.hidden,), self[name], self._shape.eps)
-
-    def _mlp(self, x: Tensor) -> Tensor:
-        gate, up, down = (self[f"layers.0.mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
-        return linear(silu(linear(x, gate)) * linear(x, up), down)
+        return super().exported() | {TOKENS: self.head.ids.int()}
 
     def _attention(self, x: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
         """Over the states that the model has confirmed, and the layer's own outputs after those.
 
         At depth j, place t sees places up to t - j as depth 0 had them, and t - j + i as depth i had it.
         """
-        q, k, v = (linear(x, self[f"layers.0.self_attn.{name}_proj.weight"]).float().unflatten(-1, (-1,
-                   self._shape.head_dim)).transpose(1, 2) for name in "qkv")
-        q, k = self._turned(q), self._turned(k)
+        q, k, v = (self._heads(x, name).transpose(1, 2) for name in "qkv")
+        q, k = (self._turned(one, torch.arange(x.shape[1])) for one in (q, k))
         keys.append(k)
         values.append(v)
         depth, length = len(keys) - 1, q.shape[2]
@@ -131,13 +105,6 @@ class LayerModule(PartModule):
         for place, (_, value) in enumerate(own, start=length):
             out = out + shares[..., place : place + 1] * value
         return linear(out.transpose(1, 2).flatten(2), self["layers.0.self_attn.o_proj.weight"])
-
-    def _turned(self, x: Tensor) -> Tensor:
-        """Apply rotary embedding to queries or keys [B, heads, T, head_dim]."""
-        angles = torch.arange(x.shape[2])[:, None] * self._frequencies
-        cos, sin = angles.cos(), angles.sin()
-        left, right = x.chunk(2, -1)
-        return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
 
 
 class EagleModule(LayerModule):
@@ -188,11 +155,6 @@ class EagleModule(LayerModule):
             found.append(self._normed(x, "norm.weight"))
             states = pad(found[-1], (0, 0, 1, 0))[:, :-1]
         return found
-
-
-def _first(size: tuple[int, ...], generator: torch.Generator) -> nn.Parameter:
-    """First weights: ones for a norm, small random numbers for a matrix."""
-    return nn.Parameter(torch.ones(size) if len(size) == 1 else torch.randn(size, generator=generator) * _SPREAD)
 
 
 def _later(x: Tensor, by: int) -> Tensor:

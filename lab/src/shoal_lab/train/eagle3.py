@@ -9,28 +9,21 @@ is a folder in SafeAILab's layout, which other servers read, too.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import linear, pad, rms_norm
 from typing_extensions import override
 
-from shoal import __version__
-from shoal.engine.engine import Engine
-from shoal.speculative.drafter_files import CONFIG
 from shoal.speculative.layer_head import LayerShape
-from shoal_lab.train import files
 from shoal_lab.train.corpus import Corpus
 from shoal_lab.train.eagle import RIDGE, SHARDS, LayerModule, default_shape
-from shoal_lab.train.export import MODEL_CARD
+from shoal_lab.train.layers import CheckpointModule
 from shoal_lab.train.part import Base, TextBatch
 
 JOIN, LAYER = "fc.weight", "layers.0."
 STATE_NORM, TOKEN_NORM = f"{LAYER}hidden_norm.weight", f"{LAYER}input_layernorm.weight"
-TENSORS = "model.safetensors"
 
 
 def default_taps(num_layers: int) -> tuple[int, ...]:
@@ -46,7 +39,7 @@ def default_taps(num_layers: int) -> tuple[int, ...]:
     return found
 
 
-class TappedModule(LayerModule):
+class TappedModule(LayerModule, CheckpointModule):
     """Trains the layer.
 
     Args:
@@ -100,24 +93,19 @@ class TappedModule(LayerModule):
 
     @override
     def exported(self) -> dict[str, Tensor]:
-        held = {name.replace(LAYER, "midlayer."): self[name].detach() for name in self._names}
-        return {**held, "lm_head.weight": self.head.rows}
+        ids, held = self.head.ids, {name.replace(LAYER, "midlayer."): self[name].detach() for name in self._names}
+        every = torch.arange(self._base.vocab_size)
+        return {**held, "lm_head.weight": self.head.rows, "d2t": ids - every[: len(ids)], "t2d": torch.isin(every, ids)}
 
     @override
     def shape(self) -> dict[str, int]:
-        sizes = {name: getattr(self._shape, name) for name in ("hidden", "ffn", "heads", "head_dim")}
-        return sizes | {f"tap{number}": tap for number, tap in enumerate(self.taps)}
+        return super().shape() | {f"tap{number}": tap for number, tap in enumerate(self.taps)}
 
-    def config(self, vocabulary: int) -> dict[str, Any]:
-        """The config of the files, for a model of that many tokens."""
-        shape = self._shape
-        return {
-            "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": shape.hidden,
-            "intermediate_size": shape.ffn, "num_hidden_layers": 1, "num_attention_heads": shape.heads,
-            "num_key_value_heads": shape.heads, "head_dim": shape.head_dim, "hidden_act": "silu",
-            "rms_norm_eps": shape.eps, "rope_theta": shape.theta, "max_position_embeddings": 1 << 20,
-            "vocab_size": vocabulary, "draft_vocab_size": len(self.head.ids), "tie_word_embeddings": False,
-            "eagle_aux_hidden_state_layer_ids": [*self.taps],
+    @override
+    def config(self) -> dict[str, Any]:
+        return super().config() | {
+            "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1,
+            "draft_vocab_size": len(self.head.ids), "eagle_aux_hidden_state_layer_ids": [*self.taps],
         }
 
 
@@ -144,20 +132,3 @@ def linear_start(base: Base, corpus: Corpus, eps: float) -> tuple[Tensor, Tensor
     matrix: Tensor = torch.linalg.solve(squares + ridge, products).T
     roots = (sizes / count).sqrt().clamp(min=1e-6)
     return (matrix / roots[:, None]).float(), roots.float()
-
-
-def export(folder: Path, engine: Engine, module: TappedModule, half: bool = True, **facts: Any) -> dict[str, Any]:
-    """Write tensors, in bfloat16 where `half`, config and card; returns the card."""
-    vocabulary, ids = engine.runner.vocab_size, module.head.ids
-    dtype = torch.bfloat16 if half else torch.float32
-    tensors = {name: tensor.to(dtype).contiguous() for name, tensor in module.exported().items()}
-    tensors["d2t"] = ids - torch.arange(len(ids))
-    tensors["t2d"] = torch.isin(torch.arange(vocabulary), ids)
-    folder.mkdir(parents=True, exist_ok=True)
-    files.write(folder / TENSORS, lambda part: save_file(tensors, part, {"format": "pt"}))
-    files.write_json(folder / CONFIG, module.config(vocabulary))
-    card = {"part": module.kind, "shape": module.shape(), "fingerprints": [engine.fingerprint],
-            "layers": engine.runner.num_layers, "model": Path(engine.model_name).name, "shoal": __version__,
-            "bytes": (folder / TENSORS).stat().st_size, **facts}
-    files.write_json(folder / MODEL_CARD, card)
-    return card

@@ -27,10 +27,21 @@ class Base:
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
 
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the model."""
+        return self._runner.vocab_size
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return self._runner.num_layers
+
     def embed(self, ids: Tensor) -> Tensor:
         """Embeddings [..., D], float32, of int64 ids [...]."""
         flat = ids.flatten().to(self._runner.device)
-        return self._runner.embed(flat, torch.zeros_like(flat)).float().cpu().view(*ids.shape, -1)
+        found = self._runner.embed(flat, torch.zeros_like(flat)).float().cpu()
+        return found.view(*ids.shape, found.shape[-1])
 
     def rows(self, ids: Sequence[int]) -> Tensor:
         """The LM head's rows for some tokens, float32 [n, D]."""
@@ -176,6 +187,22 @@ class CutHead(nn.Module):
         """The `count` most probable tokens [n, count] by the component's outputs in place of states [n, D]."""
         logits = linear(guesses, self.rows)
         return self.ids[logits.topk(min(count, logits.shape[-1])).indices]
+
+
+def next_draws(seed: int, steps: Tensor) -> torch.Generator:
+    """What a step draws with; counts it in `steps`, a buffer of the module, so that a resumed run draws the same."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + int(steps))
+    steps += 1
+    return generator
+
+
+@torch.no_grad()
+def right_places(module: TrainedModule, held_out: Sequence[TextBatch]) -> list[float]:
+    """Share of guesses at each depth that are the text's token, whatever came before."""
+    found = [module.loss(batch)[1] for batch in held_out]
+    right, asked = (torch.tensor([[int(getattr(one, name).sum()) for one in depths] for depths in found]).sum(0)
+                    for name in ("right", "asked"))
+    return [round(share, 4) for share in (right / asked.clamp(min=1)).tolist()]
 
 
 def acceptance(depths: Sequence[Guessed]) -> tuple[Tensor, Tensor]:

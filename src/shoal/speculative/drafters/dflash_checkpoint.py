@@ -19,7 +19,7 @@ from shoal.model.packed.source import TensorSource
 from shoal.speculative.drafter_files import DrafterFiles
 from shoal.speculative.layers_checkpoint import LayersCheckpoint
 
-_MOST = 60
+MOST = 60
 """Most guesses of a block."""
 _WINDOWS = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
 """What of a config says which layers attend to a window, as transformers reads it."""
@@ -45,8 +45,8 @@ class DFlashCheckpoint(LayersCheckpoint):
         files.check_held([*self.wanted(), "norm.weight", "hidden_norm.weight"])
         if not self.whole:
             files.check_held(["lm_head.weight"])
-        if not 1 <= self.guesses <= _MOST:
-            raise files.refusal(f"its block has {self.block} places; it must guess 1 to {_MOST} tokens")
+        if not 1 <= self.guesses <= MOST:
+            raise files.refusal(f"its block has {self.block} places; it must guess 1 to {MOST} tokens")
 
     def _told(self, name: str) -> Any:
         """What its config says, at the top or in `dflash_config`."""
@@ -104,7 +104,7 @@ class DFlashCheckpoint(LayersCheckpoint):
         entered = self.files.config.get("aux_hidden_state_layer_ids")
         left = self._told("target_layer_ids")
         if entered is None:
-            entered = [layer + 1 for layer in left or _spread(num_layers, self.files.number("num_hidden_layers"))]
+            entered = [layer + 1 for layer in left or spread(num_layers, self.files.number("num_hidden_layers"))]
         fit = all(isinstance(layer, int) and 0 <= layer < num_layers for layer in entered)
         if not fit or len(entered) != self.states or sorted({*entered}) != [*entered]:
             raise self.files.refusal(f"it reads what enters {self.states} layers, here {[*entered]}; they must be "
@@ -138,7 +138,7 @@ class DFlashCheckpoint(LayersCheckpoint):
         return whole.float(), self.files.take("hidden_norm.weight", self.hidden).float()
 
 
-def _spread(num_layers: int, count: int) -> list[int]:
+def spread(num_layers: int, count: int) -> list[int]:
     """The layers that a drafter of `count` layers reads the outputs of if its config names none: z-lab's rule."""
     if count == 1:
         return [num_layers // 2]
