@@ -67,7 +67,8 @@ mixtures of dense files, experts beyond memory; 70: a day of alike requests;
 190: what types of files cost in numbers; 100: models that memory holds once; 1: groups refused;
 20: Medusa of other tools; 160: prompt tokens by measured times, and several of them for each
 place; 50: searches that go on from text to text, all exits in turn; 70: a
-command that searches for sublayers; 275: training in EAGLE-3's form; 300: training of DFlash's blocks; 10: files with random weights beyond memory."""
+command that searches for sublayers; 275: training in EAGLE-3's form; 300: training of DFlash's
+blocks; 10: files with random weights beyond memory."""
 MOST_IN_FOLDER = 20
 MOST_CLASSES = 75  # each kind of part and of cache layer is a class, with its defaults; protocols keep circles out
 """Classes and protocols in the modules that the decoding loop imports, however indirectly."""

@@ -78,9 +78,9 @@ def test_a_layer_that_reads_several_is_trained_and_used(
 def test_layers_that_fill_blocks_are_trained_and_used(
     capsys: Any, tiny_folder: str, prompts: Path, tmp_path: Path
 ) -> None:
-    out, options = tmp_path / "dflash", ["--prompts", prompts, "--layers", 2, "--block", 4, "--mask-token", 96]
+    out, options = tmp_path / "dflash", ["--prompts", prompts, "--layers", 2, "--block", 4, "--mask-token", 255]
     card, err = train(capsys, "dflash", tiny_folder, out, *options)
-    assert card["shape"]["tap0"] == 2 and card["shape"]["tap1"] == 4 and card["shape"]["mask"] == 96
+    assert card["shape"]["tap0"] == 2 and card["shape"]["tap1"] == 4 and card["shape"]["mask"] == 255
     assert len(card["acceptance"]) == len(card["places"]) == 3 and card["steps"][0] == card["steps"][1] > 0
     assert "2 of 2 shards read at layers 2, 4" in err and f"--method dflash --part {out}" in err
     again, err = train(capsys, "dflash", tiny_folder, out, *options)

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 class DFlash(TrainedMethod):
     """A few layers guess a whole block in one pass over the model's own states, and the model confirms.
 
-    The drafter comes from another tool, in z-lab's layout or that of `speculators`. Places of a block do not see each
-    other's guesses: each is drawn from its own distribution given the text alone, by which the rule "rejection" stays
-    exact, as for the masked blocks of DEER. The block is always filled whole, as it was in training; `length` and
-    `stop` say how much of it is confirmed.
+    The drafter comes from `shoal train dflash` or another tool, in z-lab's layout or that of `speculators`. Places of a
+    block do not see each other's guesses: each is drawn from its own distribution given the text alone, by which the
+    rule "rejection" stays exact, as for the masked blocks of DEER. The block is always filled whole, as it was in
+    training; `length` and `stop` say how much of it is confirmed.
 
     Attributes:
         length: most tokens to guess at a time; None for all of a block.

@@ -60,8 +60,8 @@ class LayersModule(ShippedModule):
         return {name: getattr(self._shape, name) for name in ("hidden", "ffn", "heads", "head_dim")}
 
     def _normed(self, x: Tensor, name: str) -> Tensor:
-        found: Tensor = rms_norm(x.float(), self[name].shape, self[name], self._shape.eps)
-        return found
+        weight = self[name]
+        return rms_norm(x.float(), weight.shape, weight, self._shape.eps)
 
     def _mlp(self, x: Tensor, layer: int = 0) -> Tensor:
         gate, up, down = (self[f"layers.{layer}.mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
@@ -70,7 +70,8 @@ class LayersModule(ShippedModule):
     def _heads(self, x: Tensor, name: str, layer: int = 0) -> Tensor:
         """Queries, keys or values [.., heads, head_dim] of [.., D], float32."""
         weight = self[f"layers.{layer}.self_attn.{name}_proj.weight"]
-        return linear(x, weight).float().unflatten(-1, (-1, self._shape.head_dim))
+        found: Tensor = linear(x, weight).float().unflatten(-1, (-1, self._shape.head_dim))
+        return found
 
     def _turned(self, x: Tensor, places: Tensor) -> Tensor:
         """Apply rotary embedding to queries or keys [.., head_dim] at int64 places [..] that broadcast."""
