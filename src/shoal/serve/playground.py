@@ -1,4 +1,4 @@
-"""Serves the page at `/`: its files, the methods with their options, and the layers that a method would run.
+"""Serves the page at `/`, a chat and a comparison of methods: its files, the methods with their options, and the layers that a method would run.
 
 For everything else the page uses the routes of all clients. It is told only of what the operator's settings allow.
 """
@@ -30,6 +30,7 @@ _HEADERS = {
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; trusted-types 'none'",
     "x-content-type-options": "nosniff",
+    "x-dns-prefetch-control": "off",  # a link in an answer tells nobody anything until it is followed
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
 }
