@@ -40,9 +40,7 @@ export class Conversation {
 
   /* Brings a branch on screen, with what was last said after it. */
   choose(message) {
-    let last = message.id;
-    for (const one of this.messages) if (one.parent === last) last = one.id;
-    this.leaf = last;
+    for (let next = message; next; next = this.messages.findLast((one) => one.parent === this.leaf)) this.leaf = next.id;
   }
 
   /* What the model is sent: thoughts and figures are not part of it. */
