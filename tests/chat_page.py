@@ -10,7 +10,8 @@ from serving import Running, wait
 
 READY = "return /layers|Schichten/.test(document.getElementById('model').textContent)"
 RECORD = """window.sent = []; window.made = []; const real = window.fetch; const url = URL.createObjectURL;
-window.fetch = (path, given) => { if (given?.body) window.sent.push(JSON.parse(given.body)); return real(path, given); };
+window.fetch = (path, given) => {
+    if (given?.body) window.sent.push(JSON.parse(given.body)); return real(path, given); };
 URL.createObjectURL = (blob) => { blob.text().then((text) => window.made.push(text)); return url.call(URL, blob); };"""
 
 
@@ -73,7 +74,8 @@ class ChatPage:
     def conversation(self) -> dict[str, Any]:
         """The conversation that was kept last."""
         kept = self.ask("""return Object.keys(localStorage).filter((key) => key.startsWith('shoal.chat.'))
-            .map((key) => JSON.parse(localStorage.getItem(key))).filter((one) => one?.leaf > 0).sort((a, b) => b.when - a.when)[0]""")
+            .map((key) => JSON.parse(localStorage.getItem(key))).filter((one) => one?.leaf > 0)
+            .sort((a, b) => b.when - a.when)[0]""")
         return dict(kept)
 
     @property

@@ -9,6 +9,7 @@ import functools
 import json
 import shutil
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm
 from transformers import LlamaModel, PreTrainedModel
+from typing_extensions import override
 
 from backends import reference
 from families import tiny
@@ -84,7 +86,26 @@ def eagle_part(family: str) -> str:
     return str(kept)
 
 
-class LayerReference:
+class GuessReference(ABC):
+    """Says what a drafter guesses, by other means."""
+
+    @abstractmethod
+    def most_probable(
+        self, tokens: list[int], guesses: Sequence[int], bias: Mapping[int, float], count: int
+    ) -> list[int]:
+        """The likeliest tokens after a text whose last token has no state yet, and after some guesses."""
+
+    def agrees(self, tokens: list[int], tree: TokenTree, bias: Mapping[int, float], width: int) -> bool:
+        """Whether the children of every node are the first of the `width` likeliest tokens there."""
+        for node in range(len(tree)):
+            children = [tree.tokens[child] for child in tree.children(node)]
+            guesses = [tree.tokens[place] for place in tree.path(node)[1:]]
+            if children and children != self.most_probable(tokens, guesses, bias, width)[: len(children)]:
+                return False
+        return True
+
+
+class LayerReference(GuessReference):
     """A layer in float64 that continues a model's states, run over a whole text for each guess.
 
     Args:
@@ -103,30 +124,33 @@ class LayerReference:
         self._join, self._norms = join.double(), [norm.double() for norm in norms]
 
     @torch.no_grad()
+    @override
     def most_probable(
         self, tokens: list[int], guesses: Sequence[int], bias: Mapping[int, float], count: int
     ) -> list[int]:
-        """The likeliest tokens after a text whose last token has no state yet, and after some guesses."""
-        states = self._model.model(torch.tensor([tokens[:-1]])).last_hidden_state[0].double()
-        embedded = self._model.get_input_embeddings()(torch.tensor([*tokens, *guesses])).double()
+        states = self.states_of(tokens[:-1])
         for _ in range(len(guesses) + 1):
-            both = [rms_norm(x, x.shape[-1:], norm, self._eps)
-                    for x, norm in zip((states, embedded[1 : len(states) + 1]), self._norms, strict=True)]
-            outputs = self._layer(inputs_embeds=linear(torch.cat(both, -1), self._join)[None])
-            states = torch.cat([states, outputs.last_hidden_state[0, -1:]])
-        logits = self._model.get_output_embeddings().weight[self._ids].double() @ states[-1]
+            states = torch.cat([states, self.says(states, [*tokens, *guesses][1:])[-1:]])
+        return self.likeliest(states[-1], bias, count)
+
+    def states_of(self, tokens: list[int]) -> Tensor:
+        """The model's states behind tokens, as its head reads them."""
+        return self._model.model(torch.tensor([tokens])).last_hidden_state[0].double()
+
+    def says(self, states: Tensor, tokens: Sequence[int]) -> Tensor:
+        """What the layer says, as the head reads it, of states [n, D] and the tokens after them."""
+        embedded = self._model.get_input_embeddings()(torch.tensor(tokens[: len(states)])).double()
+        both = [rms_norm(x, x.shape[-1:], norm, self._eps)
+                for x, norm in zip((states, embedded), self._norms, strict=True)]
+        outputs = self._layer(inputs_embeds=linear(torch.cat(both, -1), self._join)[None])
+        return outputs.last_hidden_state[0]
+
+    def likeliest(self, said: Tensor, bias: Mapping[int, float], count: int) -> list[int]:
+        """The likeliest tokens by what was said last [D]."""
+        logits = self._model.get_output_embeddings().weight[self._ids].double() @ said
         for token, value in bias.items():
             logits[self._ids == token] += value
         return [int(self._ids[place]) for place in logits.topk(count).indices]
-
-    def agrees(self, tokens: list[int], tree: TokenTree, bias: Mapping[int, float], width: int) -> bool:
-        """Whether the children of every node are the first of the `width` likeliest tokens there."""
-        for node in range(len(tree)):
-            children = [tree.tokens[child] for child in tree.children(node)]
-            guesses = [tree.tokens[place] for place in tree.path(node)[1:]]
-            if children and children != self.most_probable(tokens, guesses, bias, width)[: len(children)]:
-                return False
-        return True
 
 
 class EagleReference(LayerReference):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+
+from gguf_models import tiny_model, write_model
 
 TEXT = ["The quick brown fox jumps over the lazy dog. It's 12345 o'clock!", "def f(x):\n    return x**2  # ok\n\n",
         "la café naïve, straße; 日本語 текст", "don't stop, we'll see what they've done in 2024"] * 3
@@ -52,3 +55,12 @@ def sentencepiece(prefix: bool) -> dict[str, Any]:
         "tokenizer.ggml.token_type": kinds, "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2,
         "tokenizer.ggml.unknown_token_id": 0, "tokenizer.ggml.add_space_prefix": prefix,
     }
+
+
+def spoken(folder: Path, kind: str = "Q8_0", **changes: Any) -> Path:
+    """A model in a file with a tokenizer, whose vocabulary is the model's."""
+    _, facts = byte_level(r"\s+|\S+")
+    facts |= {"tokenizer.ggml.pre": "gpt-2", **changes}
+    model = tiny_model("llama", vocab_size=len(facts["tokenizer.ggml.token_type"]))
+    write_model("llama", folder / "spoken.gguf", kind, extra=facts, model=model)
+    return folder / "spoken.gguf"

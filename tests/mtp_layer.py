@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -14,33 +15,47 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from typing_extensions import override
 
 from backends import reference
-from eagle_part import LayerReference
+from eagle_part import GuessReference, LayerReference
 from families import VOCAB, tiny
 from shoal.engine.engine import Engine
 from shoal.model.mtp import MtpLayer, mtp_of
 from shoal.model.packed.source import TensorSource
 
-Style = Literal["numbered", "apart"]
-"""Names as in DeepSeek's and GLM's files, behind the model's own layers, or as in Qwen's, apart from them."""
+Style = Literal["numbered", "apart", "mimo", "mimo_v2"]
+"""Names as in DeepSeek's and GLM's files, behind the model's own layers, or as in Qwen's or MiMo's, apart from them."""
 _ENDS = {"numbered": ("eh_proj.weight", "enorm.weight", "hnorm.weight", "shared_head.norm.weight"),
-         "apart": ("fc.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight", "norm.weight")}
+         "apart": ("fc.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight", "norm.weight"),
+         "mimo": ("input_proj.weight", "token_layernorm.weight", "hidden_layernorm.weight", "final_layernorm.weight"),
+         "mimo_v2": ("eh_proj.weight", "enorm.weight", "hnorm.weight", "final_layernorm.weight")}
 
 
-def layer_tensors(family: str, style: Style) -> dict[str, Tensor]:
-    """The layer's tensors as they stand in the files of a family's model: another model's last layer that attends."""
-    return as_further_layer(tiny(family, seed=7), style)
+def starts(style: Style, layers: int, number: int = 0) -> tuple[str, str]:
+    """What names begin with around a further layer and in it, in the files of a model of so many layers."""
+    if style == "apart":
+        return "mtp.", f"mtp.layers.{number}."
+    start = {"numbered": f"model.layers.{layers + number}.", "mimo": f"model.mtp_layers.{number}.",
+             "mimo_v2": f"model.mtp.layers.{number}."}[style]
+    return start, start
 
 
-def as_further_layer(model: PreTrainedModel, style: Style) -> dict[str, Tensor]:
+def layer_tensors(family: str, style: Style, count: int = 1) -> dict[str, Tensor]:
+    """Tensors of layers as they stand in the files of a family's model: of other models the last that attends."""
+    held = dict[str, Tensor]()
+    for number in range(count):
+        held |= as_further_layer(tiny(family, seed=7 + number), style, number)
+    return held
+
+
+def as_further_layer(model: PreTrainedModel, style: Style, number: int = 0) -> dict[str, Tensor]:
     """The last layer of a model that attends, and what is around a layer for further tokens, drawn."""
     tensors, count, hidden = model.state_dict(), model.config.num_hidden_layers, model.config.hidden_size
     attends = [place for place in range(count) if f"model.layers.{place}.self_attn.o_proj.weight" in tensors]
     start = f"model.layers.{attends[-1]}."
-    before = f"model.layers.{count}." if style == "numbered" else "mtp."
-    inner = before if style == "numbered" else f"{before}layers.0."
-    generator = torch.Generator().manual_seed(3)
+    before, inner = starts(style, count, number)
+    generator = torch.Generator().manual_seed(3 if style == "apart" else 3 + number)  # there layers share it
     join = 0.2 * torch.randn(hidden, 2 * hidden, generator=generator, dtype=torch.float64)
     norms = (0.5 + torch.rand(3, hidden, generator=generator, dtype=torch.float64)).unbind()
     around = dict(zip(_ENDS[style], (join, *norms), strict=True))
@@ -49,27 +64,29 @@ def as_further_layer(model: PreTrainedModel, style: Style) -> dict[str, Tensor]:
             **{before + name: tensor.to(model.dtype) for name, tensor in around.items()}}
 
 
-def mtp_beside(family: str, style: Style = "numbered") -> MtpLayer:
-    """The layer beside a family's model, from memory."""
+def mtp_beside(family: str, style: Style = "numbered", count: int = 1) -> MtpLayer:
+    """The layers beside a family's model, from memory."""
     model = reference(family)
-    found = mtp_of(model.config, TensorSource({**model.state_dict(), **layer_tensors(family, style)}))
-    assert found is not None
+    found = mtp_of(model.config, TensorSource({**model.state_dict(), **layer_tensors(family, style, count)}))
+    assert found is not None and len(found.further) == count - 1
     return found
 
 
-def with_layer(engine: Engine, family: str) -> Engine:
-    """The engine of a family's model, which brings such a layer from now on."""
+def with_layer(engine: Engine, family: str, count: int = 1) -> Engine:
+    """The engine of a family's model, which brings such layers from now on."""
     model = tiny(family)
-    tensors = {**model.state_dict(), **layer_tensors(family, "numbered")}
+    tensors = {**model.state_dict(), **layer_tensors(family, "numbered", count)}
     engine.mtp = lambda: mtp_of(model.config, TensorSource(tensors))
     return engine
 
 
-def write_model(folder: Path, family: str, style: Style, dtype: torch.dtype = torch.float32) -> Path:
-    """A family's model with such a layer as a checkpoint, which transformers reads without the layer."""
+def write_model(
+    folder: Path, family: str, style: Style, dtype: torch.dtype = torch.float32, count: int = 1
+) -> Path:
+    """A family's model with such layers as a checkpoint, which transformers reads without them."""
     tiny(family, dtype=dtype).save_pretrained(folder)
     (file,) = folder.glob("*.safetensors")
-    extra = {name: tensor.to(dtype).contiguous() for name, tensor in layer_tensors(family, style).items()}
+    extra = {name: tensor.to(dtype).contiguous() for name, tensor in layer_tensors(family, style, count).items()}
     save_file({**load_file(file), **extra}, file, {"format": "pt"})
     return folder
 
@@ -98,10 +115,10 @@ def write_in_8_bits(folder: Path, family: str, style: Style, wider: bool = False
 
 
 class MtpReference(LayerReference):
-    """The layer as the last one of a model of one layer."""
+    """A layer as the last one of a model of one layer."""
 
-    def __init__(self, family: str, style: Style = "numbered") -> None:
-        model, tensors = reference(family), layer_tensors(family, style)
+    def __init__(self, family: str, style: Style = "numbered", number: int = 0) -> None:
+        model, tensors = reference(family), layer_tensors(family, style, number + 1)
         config = copy.deepcopy(model.config)
         config.num_hidden_layers = 1
         if getattr(config, "layer_types", None) is not None:
@@ -109,9 +126,8 @@ class MtpReference(LayerReference):
         for name in ("mlp_layer_types", "first_k_dense_replace"):
             if hasattr(config, name):
                 setattr(config, name, 0 if name.startswith("first") else ["sparse"])
-        before = f"model.layers.{model.config.num_hidden_layers}." if style == "numbered" else "mtp."
+        before, inner = starts(style, model.config.num_hidden_layers, number)
         join, embedding_norm, state_norm, norm = (tensors[before + end] for end in _ENDS[style])
-        inner = before if style == "numbered" else f"{before}layers.0."
         layer = AutoModelForCausalLM.from_config(config).double().eval().model
         held = {f"layers.0.{name.removeprefix(inner)}": tensor for name, tensor in tensors.items()
                 if name.startswith(inner)}
@@ -120,5 +136,30 @@ class MtpReference(LayerReference):
         layer.load_state_dict(held, strict=False)
         shift = 1.0 if family in ("qwen3_5", "qwen3_5_moe", "qwen3_next") else 0.0
         both = join.split(join.shape[0], 1)
-        super().__init__(model, layer, torch.cat(both[::-1], 1), [state_norm + shift, embedding_norm + shift],
+        state_first = torch.cat(both if style == "mimo" else both[::-1], 1)
+        super().__init__(model, layer, state_first, [state_norm + shift, embedding_norm + shift],
                          config.rms_norm_eps, torch.arange(VOCAB))
+
+
+class ChainReference(GuessReference):
+    """Several layers, each run over a whole text with what the one before it says, and for each guess anew."""
+
+    def __init__(self, family: str, style: Style, count: int) -> None:
+        self._layers = [MtpReference(family, style, number) for number in range(count)]
+
+    @torch.no_grad()
+    @override
+    def most_probable(
+        self, tokens: list[int], guesses: Sequence[int], bias: Mapping[int, float], count: int
+    ) -> list[int]:
+        text = [*tokens, *guesses]
+        states = self._layers[0].states_of(tokens[:-1])
+        for number, layer in enumerate(self._layers):
+            said = layer.says(states, text[number + 1 :])
+            if number == len(guesses):
+                break
+            states, read = said, states
+        for _ in range(len(self._layers) - 1, len(guesses)):
+            read = torch.cat([read, said[-1:]])
+            said = layer.says(read, text[number + 1 :])
+        return self._layers[0].likeliest(said[-1], bias, count)

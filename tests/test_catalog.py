@@ -125,8 +125,8 @@ def test_a_hash_is_computed_once_and_again_when_the_file_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, hashed = tmp_path / "a", []
-    real = user_cache._hash
-    monkeypatch.setattr(user_cache, "_hash", lambda path: hashed.append(path) or real(path))
+    real = user_cache.computed_sha256
+    monkeypatch.setattr(user_cache, "computed_sha256", lambda path: hashed.append(path) or real(path))
     for content in (b"one", b"two"):
         file.write_bytes(content)
         os.utime(file, ns=(0, content[0] * 10**9))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,8 @@ import pytest
 from documents import ROOT, Block, blocks, run_document
 from shared_models import default_model
 from shoal import catalog
-from shoal.cli import serve
 from shoal.cli.options.parser import Parser, parse
+from shoal.hub.names import table
 
 README = ROOT / "README.md"
 LEFT_OUT = re.compile(r"<!-- not run: [^\n]+-->\n```sh\n(.*?)```", re.S)
@@ -26,12 +27,14 @@ def test_the_readme_runs(tmp_path: Path) -> None:
 def test_what_the_readme_only_shows_is_right_too() -> None:
     page = README.read_text("utf-8")
     lines = [line for block in LEFT_OUT.findall(page) for line in block.splitlines()]
-    served = [shlex.split(line) for line in lines if line.startswith("shoal ")]
-    assert [words[1] for words in served] == ["serve"]  # tests/cli/test_serve.py runs it
+    served = [shlex.split(line, comments=True) for line in lines if line.startswith("shoal ")]
+    assert [words[1] for words in served] == ["pull", "chat", "serve"]  # tests/cli runs such: test_pull, test_serve
     for words in served:
-        parser = Parser(prog="shoal serve", description="", epilog="")
-        serve.add_arguments(parser)
-        assert parse(parser, words[2:]).model is None
+        parser = Parser(prog=" ".join(words[:2]), description="", epilog="")
+        import_module(f"shoal.cli.{words[1]}").add_arguments(parser)
+        given = vars(parse(parser, words[2:]))
+        name = given.get("name", given.get("model"))
+        assert name is None or name in table()
     extras = re.findall(r"pip install \"\.\[(\w+)\]\"", "\n".join(lines))
     assert len(extras) + len(served) == len(lines) and extras
     declared = (ROOT / "pyproject.toml").read_text("utf-8").split("[project.optional-dependencies]")[1]

@@ -48,3 +48,19 @@ def speaking(tagged: bool = True) -> Engine:
     engine = engine_for(tiny("llama", layers=2), words, name=MODEL)
     engine.eos_token_ids = frozenset({words.eos_token_id})
     return engine
+
+
+TAGS = ("<think>", "</think>")
+BEGUN = ("{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}"
+         "{% else %}{{ '<think>\n' }}{% endif %}")
+
+
+def thinking(begun: str = BEGUN, tags: tuple[str, str] = TAGS) -> Engine:
+    """Two random layers whose template begins thoughts, or only reads them in earlier answers."""
+    tokenizer = tool_tokenizer()
+    place = "{{ '<|assistant|>' }}"
+    told = "{% if false %}" + "".join(tags) + "{% endif %}"
+    tokenizer.chat_template = tokenizer.chat_template.replace(place, place + begun) + told
+    engine = engine_for(tiny("llama", layers=2), tokenizer, name=MODEL)
+    engine.eos_token_ids, engine.sampling = frozenset({tokenizer.eos_token_id}), {"temperature": 0.0}
+    return engine

@@ -1,7 +1,7 @@
 """What the types of GGUF files cost in numbers: Shoal and llama.cpp beside exact arithmetic on the same file.
 
     python lab/benchmarks/file_types.py --model FILE.gguf --to DIR --text test.txt --importance valid.txt --json OUT \
-        [--types Q2_K,...] [--windows 4] [--window 256]
+        [--types Q2_K,...] [--windows 8] [--window 128]
 
 llama.cpp's quantiser makes a file of each type from FILE in its usual mix, with an importance matrix: the mean square
 of every input of every matrix over a text, which is what llama.cpp's own tool collects, taken here from transformers'
@@ -37,7 +37,7 @@ Array = np.ndarray[Any, Any]
 MIXES = ("Q2_K", "Q3_K_S", "Q3_K_M", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL",
          "IQ4_XS", "TQ1_0", "TQ2_0", "MXFP4", "NVFP4", "Q1_0", "Q2_0")
 """Names of mixes of the quantiser. MXFP4 is none of dense models: here all matrices of layers are of that type."""
-SYSTEMS = ("shoal", "llama.cpp")
+SYSTEMS = ("shoal", readers.FLOAT32, "llama.cpp")
 _READ = 16
 """Windows of the text that the importance matrix is taken from."""
 
@@ -50,8 +50,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--text", type=Path, required=True, help="that is judged")
     parser.add_argument("--importance", type=Path, required=True, help="text of the importance matrix")
     parser.add_argument("--types", default=",".join(MIXES), help="separated by commas")
-    parser.add_argument("--windows", type=int, default=4)
-    parser.add_argument("--window", type=int, default=256, help="tokens")
+    parser.add_argument("--windows", type=int, default=8)
+    parser.add_argument("--window", type=int, default=128, help="tokens")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of llama.cpp, when it reads")
     args = parser.parse_args(argv)
     source = MeasuredModel(model=str(args.model))

@@ -30,8 +30,11 @@ MODULES = "modules"
 OURS = {"shoal": FILE, "shoal bf16": None, "shoal int8": "int8", "shoal int4": "int4"}
 """Shoal on the file itself, and on the dequantised weights in its own formats."""
 
+FLOAT32 = "shoal float32"
+"""Shoal on the file itself with keys and values in float32, where `shoal` takes the machine's usual type."""
+
 _LLAMA = "llama.cpp"
-SYSTEMS = (REFERENCE, *OURS, _LLAMA, *(f"{_LLAMA} {kind}" for kind in FTYPES))
+SYSTEMS = (REFERENCE, *OURS, FLOAT32, _LLAMA, *(f"{_LLAMA} {kind}" for kind in FTYPES))
 """llama.cpp with a type: the output of its quantiser for the same dequantised weights, mixed as by default."""
 
 
@@ -61,6 +64,8 @@ def open_reader(name: str, model: MeasuredModel, threads: int) -> Reader:
         return _Transformers(model)
     if name == MODULES:
         return _Shoal(model, FILE, "hf", torch.float32)
+    if name == FLOAT32:
+        return _Shoal(model, FILE, dtype=torch.float32)
     if name in OURS:
         return _Shoal(model, OURS[name])
     if name not in SYSTEMS:

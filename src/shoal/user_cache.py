@@ -63,6 +63,15 @@ def sha256(path: Path) -> str:
     return _sha256(str(path.resolve()), facts.st_size, facts.st_mtime_ns)
 
 
+def computed_sha256(path: str | Path) -> str:
+    """The SHA-256 of a file in hexadecimal, computed anew."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
 def known_sha256(path: Path) -> str | None:
     """The cached SHA-256; None if it would have to be computed, which takes a second for a large file."""
     facts = path.stat()
@@ -74,7 +83,7 @@ def _sha256(path: str, size: int, changed: int) -> str:
     known = _noted(path, size, changed)
     if known is not None:
         return known
-    value = _hash(path)
+    value = computed_sha256(path)
     notes = json.dumps({**_remembered(), path: [size, changed, value]}).encode()
     write_whole(_notes(), lambda file: file.write(notes))
     return value
@@ -84,14 +93,6 @@ def _noted(path: str, size: int, changed: int) -> str | None:
     entry = _remembered().get(path)
     known = isinstance(entry, list) and entry[:2] == [size, changed] and len(entry) == 3
     return str(entry[2]) if isinstance(entry, list) and known else None
-
-
-def _hash(path: str) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def _notes() -> Path:

@@ -15,7 +15,7 @@ import shoal
 from chat_tokenizer import chat_tokenizer
 from documents import ROOT
 from gguf_models import tiny_model, write_model
-from gguf_words import byte_level
+from gguf_words import byte_level, spoken
 from shoal.engine.loading import gguf_checkpoint
 from shoal.engine.loading.checkpoint import Checkpoint
 from shoal.errors import Unsupported
@@ -25,15 +25,6 @@ from shoal.model.packed import shape
 from shoal.model.packed.runner import PackedRunner
 
 IDS, NEW = [3, 41, 5, 92, 66], 6
-
-
-def spoken(folder: Path, kind: str = "Q8_0", **changes: Any) -> Path:
-    """A file with a tokenizer, whose vocabulary is the model's."""
-    _, words = byte_level(r"\s+|\S+")
-    words |= {"tokenizer.ggml.pre": "gpt-2", **changes}
-    model = tiny_model("llama", vocab_size=len(words["tokenizer.ggml.token_type"]))
-    write_model("llama", folder / "spoken.gguf", kind, extra=words, model=model)
-    return folder / "spoken.gguf"
 
 
 def test_what_comes_from_the_file(tmp_path: Path) -> None:

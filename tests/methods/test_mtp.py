@@ -12,11 +12,11 @@ import shoal
 import shoal.engine.memory.memory_limit as limits
 from backends import NATIVE, Backend, each_backend
 from drive import decode, prompt
-from eagle_part import ECHO
+from eagle_part import ECHO, GuessReference
 from families import RECURRENT, tiny
 from gguf_fixtures import BESIDE, BESIDE_OF, FOLDER, FURTHER, HYBRIDS, MadeHybrid
-from mtp_layer import MtpReference, Style, mtp_beside, with_layer, write_in_8_bits, write_model
-from part_checks import BATCHES, SAMPLINGS, check_trees
+from mtp_layer import ChainReference, MtpReference, Style, mtp_beside, with_layer, write_in_8_bits, write_model
+from part_checks import BATCHES, SAMPLINGS, check_searches_and_turns, check_trees
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import DepthPlan
 from shoal.engine.engine import Engine
@@ -60,13 +60,87 @@ def test_the_layer_guesses_what_its_modules_would(backend: Backend, family: str)
     check_guesses(MtpReference(family), runner, proposer)
 
 
-def check_guesses(slow: MtpReference, runner: ModelRunner, layer: LayerProposer) -> None:
+def check_guesses(slow: GuessReference, runner: ModelRunner, layer: LayerProposer) -> None:
     """Through prompts and accepted guesses, with the layer's own outputs in the place of states that are not known."""
     proposer = Watched(layer)
     options = {"runner": runner, "new": 12, "sampling": Sampling(logit_bias=ECHO), "watch": False}
     recipe = Recipe(DepthPlan.full(runner.num_layers), proposer)
     run = decode(None, [prompt(70, 1), prompt(5, 2)], recipe, **options)
     check_trees(run, proposer, lambda text, tree: slow.agrees(text, tree, ECHO, 1))
+
+
+@each_backend
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("size", BATCHES)
+def test_several_layers_change_no_token(backend: Backend, size: int, sampling: str) -> None:
+    runner = backend.runner("llama")
+    options = {"new": 24, "runner": runner, "watch": False, "sampling": SAMPLINGS[sampling]}
+    layers = LayerProposer(MtpHead(runner, mtp_beside("llama", count=3)), Branching((1,) * 5))
+    plain = decode(None, BATCHES[size], DepthPlan.full(6), **options)
+    run = decode(None, BATCHES[size], Recipe(DepthPlan.full(6), proposer := Watched(layers)), **options)
+    assert run.tokens == plain.tokens and proposer.met["some"] + proposer.met["all"] > 0
+    assert max(map(len, proposer.trees)) == 6
+    assert sum(seq.ledger.target_forwards for seq in run.seqs) < 24 * size
+
+
+@each_backend
+@pytest.mark.parametrize("count", [2, 3])
+def test_several_layers_guess_what_their_modules_would_one_after_the_other(backend: Backend, count: int) -> None:
+    runner, layer = backend.runner("llama"), mtp_beside("llama", count=count)
+    shape = Branching((1,) * (count + 2))
+    check_guesses(ChainReference("llama", "numbered", count), runner, LayerProposer(MtpHead(runner, layer), shape))
+
+
+@pytest.mark.parametrize("room", [1, 2, 5])
+def test_several_layers_read_long_texts_in_pieces(monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+    head = MtpHead(NATIVE.runner("llama"), mtp_beside("llama", count=3))
+    for one in (head, *head.further):
+        monkeypatch.setattr(one, "most", room)
+    check_guesses(ChainReference("llama", "numbered", 3), NATIVE.runner("llama"),
+                  LayerProposer(head, Branching((1,) * 4)))
+
+
+def test_several_layers_read_later_what_a_chain_that_stopped_has_not_read() -> None:
+    runner = NATIVE.runner("llama")
+    slow, stop = ChainReference("llama", "numbered", 3), 0.3
+    layers = LayerProposer(MtpHead(runner, mtp_beside("llama", count=3)), Branching((1,) * 4), stop)
+    proposer = Watched(layers)
+    options = {"runner": runner, "new": 24, "sampling": Sampling(logit_bias=ECHO), "watch": False}
+    run = decode(None, [prompt(70, 1), prompt(5, 2)], Recipe(DepthPlan.full(6), proposer), **options)
+    check_trees(run, proposer, lambda text, tree: slow.agrees(text, tree, ECHO, 1))
+    assert len({*map(len, proposer.trees)}) > 2
+
+
+OF_SEVERAL = [("llama", "numbered", 2), ("llama", "mimo", 2), ("qwen2", "mimo_v2", 3)]
+
+
+@pytest.mark.parametrize(("family", "style", "count"), [
+    *OF_SEVERAL, pytest.param("qwen3_5", "apart", 2, marks=pytest.mark.skipif(not RECURRENT, reason="transformers 5"))
+])
+def test_a_checkpoint_s_several_layers_are_found(tmp_path: Path, family: str, style: Style, count: int) -> None:
+    engine = shoal.load(str(write_model(tmp_path, family, style, count=count)), dtype="float32")
+    assert isinstance(engine.runner, PackedRunner), "the layers are no reason to run the model's modules"
+    layer = engine.mtp()
+    assert layer is not None and len(layer.further) == count - 1
+    slow = ChainReference(family, style, count)
+    check_guesses(slow, engine.runner, LayerProposer(MtpHead(engine.runner, layer), Branching((1,) * 4)))
+    options = {"max_new_tokens": 20, "logit_bias": ECHO, "temperature": 1.0, "seed": 3}
+    plain, found = (engine.generate(prompt(9, 3), method=one, **options) for one in ("full", Mtp(stop=0.0)))
+    assert found.tokens == plain.tokens and found.stats.drafted > 0
+
+
+def test_kv_of_several_layers_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = [with_layer(Engine(NATIVE.runner("llama")), "llama", count) for count in (1, 3)]
+    monkeypatch.setattr(limits, "standing", lambda: PROCESS)
+    monkeypatch.setattr(limits, "resident", lambda: PROCESS)
+    request = Request.from_options({"method": "mtp", "max_new_tokens": 20})
+    first, three = (MemoryLimit("1GiB").plan(engine, [prompt(40, 1)], request).sizes.drafts for engine in engines)
+    head = engines[0].info().mtp()
+    assert head is not None and three - first == 2 * (40 + 20 - 1) * sum(head.runner.position_bytes)
+
+
+def test_searches_fork_and_turns_go_on_with_several_layers() -> None:
+    check_searches_and_turns(with_layer(Engine(NATIVE.runner("llama")), "llama", 3), Mtp(stop=0.0, length=4))
 
 
 OF_QWEN = pytest.mark.skipif(not RECURRENT, reason="early transformers 5")

@@ -1,4 +1,4 @@
-"""The page's comparison of methods in a real browser: typing, streaming, switching methods, and attempts at injection."""
+"""The page's comparison of methods in a real browser: streaming, switching methods, and attempts at injection."""
 
 from __future__ import annotations
 

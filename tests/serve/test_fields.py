@@ -17,7 +17,9 @@ from openai.types.chat import completion_create_params as chat
 from peer_names import BINDING, NAMES
 from serving import MODEL, Running, serving
 from shoal.serve.protocol.bodies import Body, ChatBody, CompletionBody, Extras
-from shoal.serve.protocol.fields import IGNORED, RESPONSES, Ignored, Refused, Unread
+from shoal.serve.protocol.fields import IGNORED, MESSAGES, OF_PEERS, OLLAMA, RESPONSES, Ignored, Refused, Unread
+from shoal.serve.protocol.messages import MessageBody
+from shoal.serve.protocol.ollama import OllamaBody
 from shoal.serve.protocol.responses import ResponseBody
 from tool_tokenizer import ASK, speaking
 
@@ -271,7 +273,8 @@ def test_a_field_without_effect_is_logged_once(server: Running, caplog: pytest.L
 
 def test_the_document_holds_the_fields() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "reference_server.md").read_text(encoding="utf-8")
-    both, of_responses = page.split("## Responses")
+    both, rest = page.split("## Responses")
+    of_responses, of_messages = rest.split("## Messages")
     told = {(name, route): (answer, why) for name, where, answer, why in rows(both)
             for route in ("chat", "completions") if where.partition(",")[0] in (route, "both")}
     expected = {(name, route): said for route, kind in (("chat", ChatBody), ("completions", CompletionBody))
@@ -284,6 +287,13 @@ def test_the_document_holds_the_fields() -> None:
     for name, said in in_words(set(ResponseBody.model_fields), RESPONSES).items():
         assert name in listed or name not in {*ResponseBody.model_fields, *alone}
         assert said in (listed.get(name, said), (listed.get(name, said)[0], None)), name
+    for unread, read, part in ((MESSAGES, MessageBody, of_messages.partition("\n## ")[0]),
+                               (OLLAMA, OllamaBody, page.split("\n## Ollama\n")[1].partition("\n## ")[0])):
+        told_of = {name: (answer, why) for name, answer, why in rows(part)}
+        own = {name: field for name, field in unread.items() if OF_PEERS.get(name) != field}
+        expected_of = in_words(set(read.model_fields), own)
+        assert told_of.keys() == expected_of.keys()
+        assert all(said in (told_of[name], (told_of[name][0], None)) for name, said in expected_of.items())
 
 
 def rows(page: str) -> list[list[str]]:

@@ -1,3 +1,4 @@
+# ruff: noqa: E501 (texts and their HTML stay in one piece)
 """The page's markdown: what it makes of well-meant texts, and that hostile answers of a model stay harmless."""
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ HOSTILE = [
     "&lt;script&gt;alert(1)&lt;/script&gt;", "```html\n" + "<" * LONG + "\n```", "```js\n" + '"\\' * LONG + "\n```", "(" + "http://e.example/" + ")" * LONG, "x" * 200_000,
 ]  # fmt: skip
 """Answers that try to run, load, send, deceive or stall."""
-KNOWN = ("A BLOCKQUOTE BUTTON CODE DEL DETAILS DIV EM H3 H4 H5 H6 HR LI OL P PRE SPAN STRONG SUMMARY TABLE TBODY TD TH THEAD TR "
-         "UL").split()
+KNOWN = ["A", "BLOCKQUOTE", "BUTTON", "CODE", "DEL", "DETAILS", "DIV", "EM", "H3", "H4", "H5", "H6", "HR", "LI", "OL", "P", "PRE",
+         "SPAN", "STRONG", "SUMMARY", "TABLE", "TBODY", "TD", "TH", "THEAD", "TR", "UL"]
 SEEN = """const [root, known] = arguments; const all = [...document.querySelectorAll(root + ' *')];
 return {
     names: all.map((one) => one.tagName).filter((name) => !known.includes(name)),

@@ -26,9 +26,9 @@ def server() -> Iterator[Running]:
 
 @pytest.fixture
 def makers(server: Running) -> Iterator[Engine]:
-    server.engine.sampling = MAKERS
+    server.engine.sampling, server.engine.sampling_from = MAKERS, "files"
     yield server.engine
-    server.engine.sampling = {}
+    server.engine.sampling, server.engine.sampling_from = {}, ""
 
 
 def ask(server: Running, body: dict[str, Any], path: str = "completions", **more: Any) -> dict[str, Any]:
@@ -73,6 +73,7 @@ def test_the_models_makers_are_followed(server: Running, makers: Engine) -> None
     assert ask(server, PLAIN, top_p=1.0)["metrics"]["sampling"] == {"temperature": 0.6, "top_k": 20}
     props = httpx.get(f"{server.url}/props").json()
     assert props["default_generation_settings"]["params"] == MAKERS
+    assert props["default_generation_settings"]["params_from"] == "files"
 
 
 def test_what_is_asked_for_without_recommendations(server: Running) -> None:
@@ -80,6 +81,7 @@ def test_what_is_asked_for_without_recommendations(server: Running) -> None:
     assert ask(server, PLAIN, top_p=0.5)["metrics"]["sampling"] == {"temperature": 1.0, "top_p": 0.5}
     props = httpx.get(f"{server.url}/props").json()
     assert props["default_generation_settings"]["params"] == {"temperature": 0.7, "min_p": 0.05}
+    assert props["default_generation_settings"]["params_from"] == "default"
 
 
 def test_temperature_0_is_greedy(server: Running, makers: Engine) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import logging
 import re
@@ -118,13 +120,50 @@ def test_the_names_are_those_that_dashboards_know(server: Running) -> None:
 
 @pytest.mark.parametrize("path", [
     "/", "/page/page.css", "/health", "/version", "/metrics", "/props", "/v1/models", f"/v1/models/{MODEL}",
-    "/openapi.json", "/playground/model", "/v1/completions", "/v1/nothing",
+    "/openapi.json", "/docs", "/api/tags", "/playground/model", "/v1/completions", "/v1/nothing",
 ])
 def test_head_answers_as_get_does_without_a_body(server: Running, path: str) -> None:
     whole, bare = httpx.get(server.url + path), httpx.head(server.url + path)
     assert bare.status_code == whole.status_code and bare.content == b""
     assert bare.headers["content-type"] == whole.headers["content-type"]
     assert whole.status_code == {"/v1/completions": 405, "/v1/nothing": 404}.get(path, 200)
+
+
+def test_the_page_of_routes_asks_nothing_of_others(server: Running) -> None:
+    answer, schema = httpx.get(f"{server.url}/docs"), httpx.get(f"{server.url}/openapi.json").json()
+    assert answer.headers["content-type"].startswith("text/html")
+    assert answer.headers["content-security-policy"].startswith("default-src 'none'")
+    for path, methods in schema["paths"].items():
+        assert all(f"<h2>{method.upper()} {path}</h2>" in answer.text for method in methods)
+    for told in ("<td><code>messages</code><td>list of object<td>required",
+                 "<code>stop</code><td>string or list of string<td>", "<code>seed</code><td>integer<td>",
+                 '<td><code>encoding_format</code><td>&quot;float&quot;, &quot;base64&quot;<td>&quot;float&quot;'):
+        assert told in answer.text
+    (style,) = re.findall(r"<style>(.*?)</style>", answer.text, re.S)
+    said = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    assert f"'sha256-{said}'" in answer.headers["content-security-policy"]
+    assert "http" not in answer.text.replace("<!doctype html>", "") and "<script" not in answer.text
+
+
+def test_every_route_that_reads_a_text_asks_for_a_key() -> None:
+    with serving(tiny_engine(), api_keys=("right",)) as server:
+        paths = httpx.get(f"{server.url}/openapi.json").json()["paths"]
+        asked = {path: httpx.post(server.url + path, json={}).status_code
+                 for path, methods in paths.items() if "post" in methods}
+        assert len(asked) > 12 and set(asked.values()) == {401}, asked
+
+
+@pytest.mark.parametrize(("route", "body"), [
+    ("v1/completions", {"prompt": "Hi"}), ("v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
+    ("v1/responses", {"input": "Hi"}), ("v1/messages", {"messages": [{"role": "user", "content": "Hi"}]}),
+    ("api/generate", {"prompt": "Hi", "stream": False}), ("v1/embeddings", {"input": "Hi"}),
+    ("api/embed", {"input": "Hi"})])
+def test_a_request_may_leave_the_model_and_the_limit_out(route: str, body: dict[str, Any]) -> None:
+    with serving(tiny_engine(), default_max_tokens=4) as server:
+        for more in ({}, {"model": None}):
+            answer = httpx.post(f"{server.url}/{route}", json={**body, **more}, timeout=60)
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["model"] == MODEL
 
 
 def test_health_tells_when_nothing_decodes_any_more() -> None:
@@ -158,13 +197,14 @@ def test_logs_hold_text_only_when_told(log_prompts: bool, caplog: pytest.LogCapt
     assert ("A secret" in json.dumps(lines)) == log_prompts
 
 
-def test_a_fuzzer_finds_no_server_error(server: Running) -> None:
+@pytest.mark.parametrize("examples", [6, pytest.param(40, marks=pytest.mark.slow)])
+def test_a_fuzzer_finds_no_server_error(server: Running, examples: int) -> None:
     schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
     operations = [found.ok() for found in schema.get_all_operations()]
     assert len(operations) >= 7
     for operation in operations:
 
-        @settings(max_examples=40, suppress_health_check=list(HealthCheck), database=None)
+        @settings(max_examples=examples, suppress_health_check=list(HealthCheck), database=None)
         @given(case=operation.as_strategy())
         def fuzz(case: Any) -> None:
             if isinstance(case.body, dict) and "model" in case.body:

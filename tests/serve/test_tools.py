@@ -19,6 +19,7 @@ from serving import MODEL, Running, serving, tiny_engine
 from shoal.serve.errors import ApiError
 from shoal.serve.protocol.bodies import TEMPLATE_OPTIONS, ChatBody
 from shoal.serve.protocol.logprobs import TokenNames
+from shoal.serve.protocol.thoughts import Reading
 from shoal.serve.protocol.tools import CallReader, tools_of
 from shoal.serve.protocol.wire import ChatWire
 from shoal.types import Step
@@ -355,7 +356,7 @@ def hits(server: Running) -> float:
 
 def test_text_that_is_held_back_makes_no_chunk() -> None:
     body = ChatBody(model="m", messages=[{"role": "user"}])
-    wire = ChatWire(body, TokenNames(None), tools_of([WEATHER], None, None, TAGGED))
+    wire = ChatWire(body, TokenNames(None), Reading(tools_of([WEATHER], None, None, TAGGED)))
     held, shown = (Step(seq=0, index=index, token=5, text=text, depth=4) for index, text in enumerate(["<tool", "x"]))
     assert wire.chunk(0, held) is None
     body.steps = True

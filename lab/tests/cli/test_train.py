@@ -56,6 +56,24 @@ def test_a_part_is_trained_and_used(capsys: Any, kind: str, tiny_folder: str, pr
     assert said[0]["tokens"] == said[1]["tokens"]
 
 
+def test_a_layer_that_reads_several_is_trained_and_used(
+    capsys: Any, tiny_folder: str, prompts: Path, tmp_path: Path
+) -> None:
+    shared = ["--answers", tmp_path / "shared", "--prompts", prompts]
+    train(capsys, "eagle", tiny_folder, tmp_path / "part", *shared)
+    out = tmp_path / "eagle3"
+    card, err = train(capsys, "eagle", tiny_folder, out, *shared, "--taps", "4,1", "--depths", 2)
+    assert card["shape"]["tap0"] == 1 and card["shape"]["tap1"] == 4 and len(card["acceptance"]) == 2
+    assert "2 of 2 shards read at layers 1, 4" in err and f"--method eagle --part {out}" in err
+    again, err = train(capsys, "eagle", tiny_folder, out, *shared, "--taps", "1,4", "--depths", 2)
+    assert f"going on at step {card['steps'][1]} of" in err and again["acceptance"] == card["acceptance"]
+    said = []
+    for argv in (["--method", "eagle", "--part", str(out)], ["--method", "auto", "--part", str(out)], []):
+        assert main(["generate", "the sun", "--model", tiny_folder, *GREEDY, "--json", *argv]) == 0
+        said.append(json.loads(capsys.readouterr().out))
+    assert said[0]["tokens"] == said[1]["tokens"] == said[2]["tokens"]
+
+
 def test_a_gate_is_trained_and_used(
     capsys: Any, tiny_folder: str, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,6 +231,11 @@ def test_what_cannot_be_done_is_refused(capsys: Any, tiny_folder: str, prompts: 
     assert "invalid choice" in refusal(capsys, "tree", *base[1:])
     assert "--layers belongs to drafter" in refusal(capsys, *base, "--layers", 3)
     assert "--steps belongs to diffusion" in refusal(capsys, *base, "--steps", 3)
+    assert "--taps belongs to eagle" in refusal(capsys, "medusa", *base[1:], "--taps", "1,2")
+    for taps in ("1,6", "1,1", "one", ""):
+        told = refusal(capsys, *base, "--prompts", prompts, "--taps", taps)
+        assert f"--taps is {taps!r}; it must be auto, or different layers of 0 to 5, such as 0,3" in told
+    assert "the model has 6 layers, too few" in refusal(capsys, *base, "--prompts", prompts, "--taps", "auto")
     drafter = ["drafter", "--model", tiny_folder, "--out", tmp_path / "drafter"]
     assert "--depths belongs to eagle and medusa and ppd" in refusal(capsys, *drafter, "--depths", 3)
     assert "layers is 9; it must be 1 to 6" in refusal(capsys, *drafter, "--layers", 9)

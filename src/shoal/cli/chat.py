@@ -77,6 +77,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def once(args: argparse.Namespace, prompt: str) -> int:
+    """Answer one prompt."""
+    Talk(args, common.load_engine(args, chats=True)).answer(prompt)
+    return 0
+
+
 class Talk:
     """A conversation and its commands."""
 

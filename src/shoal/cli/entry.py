@@ -24,11 +24,14 @@ changed word. D3 and other ways to trade answers for time come with what they lo
 COMMANDS = {
     "generate": "continue a prompt, streaming the text",
     "chat": "chat with a model in the terminal",
+    "run": "the same for a model by its name, as Ollama's command",
     "methods": "list the methods, what they need and what they promise",
     "batch": "answer a file of prompts, resumable",
     "serve": "answer requests over HTTP, as OpenAI's API does",
     "recommend": "say which method to use for a model, from what was measured of it",
-    "models": "list the models on this machine, and what is known of them",
+    "models": "list the models on this machine, those with short names, and what fits",
+    "pull": "fetch a model from the Hub by its name",
+    "rm": "remove a model from the Hub's cache",
     "completion": "print a script that completes commands and options in a shell",
     "env": "print versions and hardware for a bug report",
 }

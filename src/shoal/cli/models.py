@@ -1,8 +1,10 @@
 """List the models on this machine: what to give as --model, their size, whether they fit, and their cards.
 
-It looks in the folder $SHOAL_MODELS (by default ~/.cache/shoal-models), in the package of the default model and in the
-Hub's cache. For known models that are absent it says how to get them. With `--supported` it prints what runs the
-hundred model types that people run most, from a table made of the sweep over every type of transformers.
+It looks in the folder $SHOAL_MODELS (by default ~/.cache/shoal-models), in the package of the default model, in the
+Hub's cache, in LM Studio's folder and in Ollama's store, whose files run as they are. For known models that are absent
+it says how to get them, and it lists the short names that `shoal pull` takes, with their sizes by parameters and
+quantisation. With `--supported` it prints what runs the hundred model types that people run most, from a table made of
+the sweep over every type of transformers.
 """
 
 from __future__ import annotations
@@ -18,8 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from shoal import catalog
-from shoal.cli.options import common
+from shoal.cli.options import bring, common
 from shoal.cli.options.parser import Parser
+from shoal.hub.choose import choose, complete, models_of, quant_of
+from shoal.hub.fetch import PART
+from shoal.hub.names import Entry, Wanted, table
+from shoal.hub.places import here, hub_cache, in_lm_studio, in_ollama, paths_in
 
 EXAMPLES = """examples:
   shoal models
@@ -28,9 +34,10 @@ EXAMPLES = """examples:
 """
 SUPPORTED = "supported.json"
 """Beside this file: rows with model_type, runs ("kernels", "modules" or "refused"), why, oracles."""
-_MARGIN = 1.25
-"""Memory that a model takes, as a multiple of its weights: KV, buffers and libraries included."""
-_WEIGHTS = (".safetensors", ".bin", ".gguf")
+_BITS = {"4": 4.9, "8": 8.5}
+"""Bits per weight of a whole file, by the width that its quantisation names."""
+_WEIGHTS = (".safetensors", ".bin")
+_ANSWER: dict[Any, str] = {True: "yes", False: "no", None: ""}
 
 
 def add_arguments(parser: Parser) -> None:
@@ -52,8 +59,12 @@ def run(args: argparse.Namespace) -> int:
     found = held()
     room = memory.free(torch.device("cpu"))
     absent = {name: catalog.remedy(name) for name in catalog.KNOWN if name not in {model.name for model in found}}
-    rows = [{**asdict(model), "fits": fits(model, room)} for model in found]
-    return common.show(args, {"models": rows, "free_bytes": room, "absent": absent}, _text(found, room, absent))
+    rows = [{**asdict(model), "fits": fits(model.nbytes, room)} for model in found]
+    known = [{**asdict(entry), "about_bytes": about(entry), "fits": fits(about(entry), room)}
+             for entry in table().values() if here(Wanted(entry.name, entry.repository, entry.file)) is None]
+    begun = unfinished()
+    value = {"models": rows, "free_bytes": room, "absent": absent, "known": known, "unfinished": begun}
+    return common.show(args, value, "\n".join([_text(found, room, absent), *_further(known, begun)]))
 
 
 def supported() -> list[dict[str, Any]]:
@@ -77,9 +88,41 @@ def _aligned(cells: Sequence[tuple[str, ...]]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
 
 
-def fits(model: HeldModel, room: int | None) -> bool | None:
-    """Whether a model should fit into the free memory; None if the system does not say how much is free."""
-    return None if room is None else model.nbytes * _MARGIN < room
+def fits(nbytes: int | None, room: int | None) -> bool | None:
+    """Whether a model of that size should fit into the free memory; None if one of the two is not known."""
+    return None if room is None or nbytes is None else nbytes * bring.NEEDS < room
+
+
+def about(entry: Entry) -> int | None:
+    """Bytes of a model that is not here, by its parameters and its quantisation; None where these are not known."""
+    found = _BITS.get(next(filter(str.isdigit, quant_of(entry.file)), ""))
+    if quant_of(entry.file) == "MXFP4":
+        found = _BITS["4"]
+    return int(entry.billions * 1e9 * found / 8) if found and entry.billions else None
+
+
+def unfinished() -> dict[str, int]:
+    """Repositories of which a pull was interrupted, and the bytes of it that are here."""
+    found: Counter[str] = Counter()
+    for part in hub_cache().glob(f"models--*/blobs/*{PART}"):
+        found["/".join(part.parts[-3].split("--")[1:])] += part.stat().st_size
+    return dict(found)
+
+
+def _further(known: list[dict[str, Any]], unfinished: dict[str, int]) -> list[str]:
+    """Lines on what may be fetched."""
+    lines = [f"unfinished: {name}, {size / 1e9:.2f} GB of it are here; shoal pull goes on" for name, size in
+             unfinished.items()]
+    if not known:
+        return lines
+    cells = [("shoal pull", "about GB", "fits", "licence", "for"), *(
+        (row["name"], _gigabytes(row["about_bytes"]), _ANSWER[row["fits"]], row["licence"], row["purpose"])
+        for row in known)]
+    return [*lines, "", *_aligned(cells)]
+
+
+def _gigabytes(nbytes: int | None) -> str:
+    return "" if nbytes is None else f"{nbytes / 1e9:.2f}"
 
 
 def _text(held: list[HeldModel], room: int | None, absent: dict[str, str]) -> str:
@@ -93,9 +136,8 @@ def _text(held: list[HeldModel], room: int | None, absent: dict[str, str]) -> st
 
 
 def _cells(model: HeldModel, room: int | None) -> tuple[str, ...]:
-    answer: dict[Any, str] = {True: "yes", False: "no", None: ""}
     kind = f"{model.architecture}, {model.form}" if model.architecture else model.form
-    return (model.name, kind, f"{model.nbytes / 1e9:.2f}", answer[fits(model, room)], " or ".join(model.cards))
+    return (model.name, kind, _gigabytes(model.nbytes), _ANSWER[fits(model.nbytes, room)], " or ".join(model.cards))
 
 
 @dataclass(frozen=True)
@@ -128,7 +170,9 @@ def held() -> list[HeldModel]:
 
     others = [path for path in models_among(catalog.folder().glob("*.gguf")) if path.resolve() not in named.values()]
     return [*(_file(name, path, catalog.KNOWN[name].title) for name, path in named.items()),
-            *(_file(path.stem, path, path.stem) for path in others), *_in_hub_cache()]
+            *(_file(path.stem, path, path.stem) for path in others), *_in_hub_cache(),
+            *(model for name, folder in in_lm_studio() for model in _in_repository(name, folder, "LM Studio")),
+            *(_file(name, path, f"{name}, in Ollama's store") for name, path in in_ollama())]
 
 
 def _file(name: str, path: Path, title: str) -> HeldModel:
@@ -156,16 +200,31 @@ def _in_hub_cache() -> Iterator[HeldModel]:
     from huggingface_hub import CacheNotFound, scan_cache_dir
 
     with suppress(CacheNotFound):
-        for repo in sorted(scan_cache_dir().repos, key=lambda repo: repo.repo_id):
+        for repo in sorted(scan_cache_dir(hub_cache()).repos, key=lambda repo: repo.repo_id):
             if repo.repo_type == "model" and repo.revisions:
                 newest = max(repo.revisions, key=lambda revision: revision.last_modified)
-                found = _folder(repo.repo_id, newest.snapshot_path)
-                if found is not None:
-                    yield found
+                yield from _in_repository(repo.repo_id, newest.snapshot_path, "the Hub's cache")
+
+
+def _in_repository(name: str, folder: Path, where: str) -> Iterator[HeldModel]:
+    """The models of a repository that are here: its folder, and each of its GGUF files."""
+    paths = paths_in(folder)
+    if (whole := _folder(name, folder)) is not None:
+        yield whole
+    models = models_of(paths)
+    quants = Counter(map(quant_of, models))
+    short = {entry.file: entry.name for entry in table().values() if entry.repository == name}
+    for path in models:
+        quant = quant_of(path)
+        typed = short.get(path) or f"{name}:{quant if quant and quants[quant] == 1 else path}"
+        if complete(choose(Wanted(typed, name, path), paths), paths):
+            yield _file(typed, folder / path, f"{path} of {name}, in {where}")
+        else:
+            yield HeldModel(typed, f"{path} of {name}", "GGUF", problem="parts are missing; shoal pull brings them")
 
 
 def _folder(name: str, folder: Path) -> HeldModel | None:
-    """A checkpoint of the Hub's cache; None where it holds no weights."""
+    """A checkpoint in the Hugging Face format; None where a folder holds no such weights."""
     weights = [path for path in folder.rglob("*") if path.suffix in _WEIGHTS]
     if not weights:
         return None
@@ -174,8 +233,7 @@ def _folder(name: str, folder: Path) -> HeldModel | None:
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except OSError:
-        why = "" if any(path.suffix == ".gguf" for path in weights) else "it has no config.json"
-        return HeldModel(name, name, endings, nbytes=size, problem=why)
+        return HeldModel(name, name, endings, nbytes=size, problem="it has no config.json")
     except ValueError:
         return HeldModel(name, name, endings, nbytes=size, problem="its config.json is no JSON")
     sizes = {"layers": config.get("num_hidden_layers"), "vocab": config.get("vocab_size"),

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli.options import common
+from shoal.cli.options import bring, common
 from shoal.cli.options.parser import Parser
 from shoal.errors import needs
 
@@ -110,6 +110,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _replicas(args: argparse.Namespace, settings: Settings) -> int:
+    bring.ready(args.model, args.revision, yes=args.yes)  # the processes have no terminal to ask on
     from shoal.serve.replicas import Fleet
     from shoal.serve.replicas import run as serve
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from shoal.decode.sequence import SequenceState
     from shoal.decode.worker import Component, DraftLengthPolicy, Experts, Keep, Proposer, Select, Worker
     from shoal.model.kv.form import Store
-    from shoal.model.runner import ModelRunner
+    from shoal.model.runner import Storing
 
     WaitedFor: TypeAlias = Branch | Future[Any]
     """Things that a search waits for."""
@@ -94,7 +94,7 @@ class Loop(ABC):
         return False
 
     @property
-    def second_runner(self) -> ModelRunner | None:
+    def second_runner(self) -> Storing | None:
         """The second model, which stores KV of the sequences as well; None without one."""
         return None
 
@@ -183,7 +183,7 @@ class Recipe:
         return self.loop.scratch if self.loop is not None else 0 if self.proposer is None else MOST_GUESSES
 
     @property
-    def second_runner(self) -> ModelRunner | None:
+    def second_runner(self) -> Storing | None:
         """The second model of the proposer or the loop, which stores KV of the sequences as well."""
         found = None if self.proposer is None else self.proposer.second_runner
         return self.loop.second_runner if found is None and self.loop is not None else found

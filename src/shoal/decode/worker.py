@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from shoal.decode.tree import TokenTree
     from shoal.model.experts import ExpertChoice
     from shoal.model.kv.layer import KVLayer
-    from shoal.model.runner import HiddenStateHook, ModelRunner, QueryHook, SequenceChunk
+    from shoal.model.runner import HiddenStateHook, ModelRunner, QueryHook, SequenceChunk, Storing
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +181,7 @@ class Proposer(Component[Drafter]):
     """Guesses tokens ahead."""
 
     @property
-    def second_runner(self) -> ModelRunner | None:
+    def second_runner(self) -> Storing | None:
         """The second model, which stores KV of the sequences as well; None without one."""
         return None
 
@@ -208,7 +208,7 @@ class Paced(Proposer):
         return self.proposer.begin(runner, cache)
 
     @property
-    def second_runner(self) -> ModelRunner | None:
+    def second_runner(self) -> Storing | None:
         """The proposer's."""
         return self.proposer.second_runner
 

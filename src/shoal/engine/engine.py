@@ -79,6 +79,7 @@ class Engine:
         limit: the memory that the process may take; what cannot fit is refused before it starts. None for any.
         sampling: what the model's makers recommend for `Sampling`, where they say so. Commands and servers draw by it;
             see `shoal.engine.loading.generation_config`.
+        sampling_from: where that stands: "files", the address that the table of short names gives, or "" for nowhere.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class Engine:
         self.limit: MemoryLimit | None = None
         self._generation_processors = partial(processors, generation_rules or {}, device=runner.device)
         self.sampling: Mapping[str, float] = {}
+        self.sampling_from = ""
         self._turn = threading.RLock()
         self._draft_models = None if open_model is None else DraftModels(self, open_model)
         self._tensors = TrainedTensors(runner.device)
@@ -129,7 +131,7 @@ class Engine:
         if MtpHead not in self._memory:
             layer = self.mtp()
             if layer is not None and self.limit is not None:  # as one of the model's own, whose 4 bits may become 8
-                own = 2 * weight_bytes(self) // self.runner.num_layers
+                own = 2 * weight_bytes(self) // self.runner.num_layers * (1 + len(layer.further))
                 self.limit.check_weights("the model's layer for further tokens", own)
             self._memory[MtpHead] = None if layer is None else MtpHead(self.runner, layer)
         found: MtpHead | None = self._memory[MtpHead]

@@ -42,7 +42,7 @@ from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
     from shoal.decode.sequence import SequenceState
-    from shoal.model.runner import HiddenStateHook, ModelRunner, SequenceChunk
+    from shoal.model.runner import HiddenStateHook, SequenceChunk, Storing
     from shoal.speculative.eagle import LayerProposer
 
 log = logging.getLogger(__name__)
@@ -180,7 +180,7 @@ class Cautious(Proposer):
 
     @property
     @override
-    def second_runner(self) -> ModelRunner | None:
+    def second_runner(self) -> Storing | None:
         return None if self.drafter is None else self.drafter.second_runner
 
     @property

@@ -1,15 +1,17 @@
-"""The layer in a model's own files that predicts the token after the next one (multi-token prediction, MTP).
+"""Layers in a model's own files that predict tokens after the next one (multi-token prediction, MTP).
 
 Its input joins the state behind a token, as the head reads it, with the embedding of the token that follows: one matrix
 times both, each normed. Then comes a decoder layer of the model's kind, a norm of its own, and the model's head
-(DeepSeek-V3, arXiv 2412.19437, section 2.2). transformers leaves the layer aside. Of several such layers the first is
-read.
+(DeepSeek-V3, arXiv 2412.19437, section 2.2). A further layer reads the outputs of the one before it in place of states,
+and predicts one token more. transformers leaves these layers aside.
 """
 
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import count, takewhile
 from typing import Any
 
 import torch
@@ -37,8 +39,9 @@ class Layout:
 
     Attributes:
         layer: before the names of a decoder layer's tensors.
-        join, embedding_norm, state_norm, norm: the matrix [D, 2 D], whose first columns are the embedding's, the norms
-            [D] of what it reads, and that before the head.
+        join, embedding_norm, state_norm, norm: the matrix [D, 2 D], the norms [D] of what it reads, and that before the
+            head.
+        state_first: whether the matrix's first columns are the state's; else the embedding's.
     """
 
     layer: str
@@ -46,17 +49,28 @@ class Layout:
     embedding_norm: str
     state_norm: str
     norm: str
+    state_first: bool = False
 
 
-def _numbered(start: str) -> Layout:
-    """That of DeepSeek and GLM, behind the model's own layers; GGUF files are read by these names, too."""
-    ends = ("eh_proj.weight", "enorm.weight", "hnorm.weight", "shared_head.norm.weight")
-    return Layout(start, *(start + end for end in ends))
+def _layouts(root: str, layers: int) -> list[Callable[[int], Layout]]:
+    """Layouts of the further layers 0, 1, ... of a model of so many layers, whose names begin with `root`."""
+    return [
+        # Qwen3-Next and Qwen3.5: its layers share what is around them
+        lambda number: Layout(f"mtp.layers.{number}.", "mtp.fc.weight", "mtp.pre_fc_norm_embedding.weight",
+                              "mtp.pre_fc_norm_hidden.weight", "mtp.norm.weight"),
+        # DeepSeek and GLM, behind the model's own layers; GGUF files are read by these names, too
+        lambda number: _around(f"{root}layers.{layers + number}.", "eh_proj", "enorm", "hnorm", "shared_head.norm"),
+        # MiMo-V2
+        lambda number: _around(f"{root}mtp.layers.{number}.", "eh_proj", "enorm", "hnorm", "final_layernorm"),
+        # MiMo
+        lambda number: _around(f"{root}mtp_layers.{number}.", "input_proj", "token_layernorm", "hidden_layernorm",
+                               "final_layernorm", state_first=True),
+    ]
 
 
-_APART = Layout("mtp.layers.0.", "mtp.fc.weight", "mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight",
-                "mtp.norm.weight")
-"""That of Qwen3-Next and Qwen3.5."""
+def _around(start: str, *names: str, state_first: bool = False) -> Layout:
+    join, embedding_norm, state_norm, norm = (f"{start}{name}.weight" for name in names)
+    return Layout(start, join, embedding_norm, state_norm, norm, state_first)
 
 
 @dataclass(frozen=True)
@@ -67,11 +81,13 @@ class MtpLayer:
         config: of a model of this layer alone.
         source: that model's tensors by transformers' names; a few rows of zeros stand in for its embedding.
         hidden: D.
+        further: those that go on where it ends, in order.
     """
 
     config: Any
     source: Source
     hidden: int
+    further: tuple[MtpLayer, ...]
     _whole: Source
     _layout: Layout
     _shift: float
@@ -85,9 +101,11 @@ class MtpLayer:
             Unsupported: tensors do not fit together.
         """
         layout = self._layout
-        whole = self._read(layout.join, self.hidden, 2 * self.hidden)
+        halves = self._read(layout.join, self.hidden, 2 * self.hidden).split(self.hidden, 1)
         factors = [self._read(name, self.hidden) + self._shift for name in (layout.embedding_norm, layout.state_norm)]
-        of_token, of_state = (half * factor for half, factor in zip(whole.split(self.hidden, 1), factors, strict=True))
+        if layout.state_first:
+            halves = halves[::-1]
+        of_token, of_state = (half * factor for half, factor in zip(halves, factors, strict=True))
         return of_state, of_token
 
     def _read(self, name: str, *size: int) -> Tensor:
@@ -99,10 +117,10 @@ class MtpLayer:
 
 
 def mtp_of(config: Any, source: Source) -> MtpLayer | None:
-    """The layer of a model, given its config and all tensors of its files; None where they have none.
+    """The first such layer of a model, given its config and all tensors of its files; None where they have none.
 
     Raises:
-        Unsupported: it is of a kind that the packed block does not have, or quantised in a form that is not read, or
+        Unsupported: one is of a kind that the packed block does not have, or quantised in a form that is not read, or
             tensors of it are missing.
     """
     text, numbers = config.get_text_config(), in_numbers(config, source)
@@ -110,8 +128,7 @@ def mtp_of(config: Any, source: Source) -> MtpLayer | None:
     if config.model_type in PUBLISHED and not isinstance(source, GgufSource):
         source = PublishedNames(source, PUBLISHED[config.model_type])
     root = root_of(source, shape_of(config, torch.float32).names)
-    layouts = (_APART, _numbered(f"{root}layers.{text.num_hidden_layers}."))
-    layout = next((one for one in layouts if source.has(one.join)), None)
+    layout = next((one for one in _layouts(root, text.num_hidden_layers) if source.has(one(0).join)), None)
     if layout is None:
         return None
     if (tool := quantised_by(config)) is not None and numbers is None:
@@ -123,12 +140,10 @@ def mtp_of(config: Any, source: Source) -> MtpLayer | None:
         raise
     except (AttributeError, LookupError, ValueError) as error:  # of configs whose layers follow from one another
         raise Unsupported(_WHAT, f"layers of model type {text.model_type!r} do not run alone", _OTHER) from error
-    part = _OneLayer(source, layout, shape, alone)
-    missing = [name for name in (layout.embedding_norm, layout.state_norm) if not source.has(name)] + part.missing()
-    if missing:
-        raise Unsupported(_WHAT, f"its files lack {', '.join(map(repr, missing[:4]))}",
-                          f"{_OTHER}, or fetch the model again")
-    return MtpLayer(alone, part, shape.hidden, source, layout, shape.norm_offset)
+    parts = (_OneLayer(source, layout(number), shape, alone) for number in count())
+    first, *further = [MtpLayer(alone, part.checked(), shape.hidden, (), source, part.layout, shape.norm_offset)
+                       for part in (next(parts), *takewhile(_OneLayer.begins, parts))]
+    return replace(first, further=tuple(further))
 
 
 def _alone(text: Any) -> Any:
@@ -150,15 +165,26 @@ class _OneLayer(Source):
     """The tensors of one layer of a source, by the names that they have in a model of that layer alone."""
 
     def __init__(self, whole: Source, layout: Layout, shape: Shape, config: Any) -> None:
-        self._whole, self._layout, self._hidden = whole, layout, shape.hidden
+        self._whole, self.layout, self._hidden = whole, layout, shape.hidden
         self._forms = list(tensors(viewed(config), shape, "model.", True))
         self._norms = {f"model.{shape.names.final_norm}.weight": layout.norm}
         self._layer, self._table = f"model.{shape.names.layers}.0.", f"model.{shape.names.embedding}.weight"
 
-    def missing(self) -> list[str]:
-        """Tensors that the layer needs and the files lack, by the first of their names there."""
+    def begins(self) -> bool:
+        """Whether the files have something of the layer."""
+        own = (name for forms in self._forms for form in forms for name in form if name.startswith(self._layer))
+        return any(map(self.has, own))
+
+    def checked(self) -> _OneLayer:
+        """Itself; Unsupported if the files lack tensors that it needs."""
+        around = (self.layout.join, self.layout.embedding_norm, self.layout.state_norm)
         lacking = (forms for forms in self._forms if not any(all(map(self.has, form)) for form in forms))
-        return [self._place(forms[0][0]) for forms in lacking]
+        missing = [name for name in around if not self._whole.has(name)]
+        missing += [self._place(forms[0][0]) for forms in lacking]
+        if missing:
+            raise Unsupported(_WHAT, f"its files lack {', '.join(map(repr, missing[:4]))}",
+                              f"{_OTHER}, or fetch the model again")
+        return self
 
     @override
     def names(self) -> list[str]:
@@ -176,5 +202,5 @@ class _OneLayer(Source):
     def _place(self, name: str) -> str:
         """The name in the files."""
         if name.startswith(self._layer):
-            return self._layout.layer + name.removeprefix(self._layer)
+            return self.layout.layer + name.removeprefix(self._layer)
         return self._norms.get(name, name)

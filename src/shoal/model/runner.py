@@ -234,6 +234,22 @@ def layer_work(chunks: Sequence[SequenceChunk], layer: int) -> list[LayerWork]:
     return [piece for piece in pieces if piece.first != piece.last]
 
 
+class Storing(Protocol):
+    """What stores keys, values and states of a sequence, with some attributes of `ModelRunner`."""
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """See there."""
+
+    @property
+    def position_bytes(self) -> tuple[int, ...]:
+        """See there."""
+
+    @property
+    def state_bytes(self) -> Mapping[int, int]:
+        """See there."""
+
+
 class ModelRunner(Protocol):
     """A decoder that can run some of its layers.
 

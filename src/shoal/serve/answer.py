@@ -17,6 +17,7 @@ from shoal.engine.scheduling.request_handle import Item, Placed, RequestHandle, 
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.errors import Closed, Interrupted, OutOfMemory, QueueFull, Unsupported
 from shoal.serve.errors import LOG, ApiError, refused
+from shoal.serve.protocol.thoughts import ThoughtCount, Thoughts
 from shoal.types import Result, Step
 
 _AT_ONCE, _WAITING = 2, 64
@@ -31,15 +32,20 @@ class Answer:
         timeout: seconds until the request fails; None for no limit.
         most: most answers, over all prompts; a search counts once per possible branch.
         canvas: whether to yield tokens that a masked-diffusion model decides out of order.
+        thoughts: how thoughts are told; None for a model without.
     """
 
-    def __init__(self, scheduler: Scheduler, n: int, timeout: float | None, most: int, canvas: bool) -> None:
+    def __init__(
+        self, scheduler: Scheduler, n: int, timeout: float | None, most: int, canvas: bool,
+        thoughts: Thoughts | None = None,
+    ) -> None:
         self._scheduler, self._n, self._most, self._canvas = scheduler, n, most, canvas
         self._loop = asyncio.get_running_loop()
         self._items: asyncio.Queue[tuple[int, Item]] = asyncio.Queue()
         self._deadline = None if timeout is None else self._loop.time() + timeout
         self._late = False
         self.handles: list[RequestHandle] = []
+        self._thoughts, self._counts = thoughts, list[ThoughtCount]()
 
     async def start(self, prompts: Sequence[Any], options: dict[str, Any]) -> None:
         """Queue all prompts, or none.
@@ -93,7 +99,7 @@ class Answer:
                     raise ApiError(504, "the request took longer than the server allows", code="timeout")
                 told = [(place * self._n + item.seq, item) for place, item in came if isinstance(item, Step | Placed)]
                 if told:
-                    yield told
+                    yield told if self._thoughts is None else self._thoughts.with_marks(told)
                 for _, item in came:
                     if isinstance(item, BaseException):
                         raise _failure(item)
@@ -122,7 +128,20 @@ class Answer:
     @property
     def results(self) -> list[Result]:
         """The results of the choices so far."""
-        return [result for handle in self.handles for result in handle.results]
+        found = [result for handle in self.handles for result in handle.results]
+        if self._thoughts is None:
+            return found
+        pairs = zip(found, self.entries, strict=True)
+        return [self._thoughts.result(result, entry.seq.steps) for result, entry in pairs]
+
+    def _thought(self) -> dict[str, int]:
+        """The number of tokens of thoughts, of a model that has some."""
+        if self._thoughts is None:
+            return {}
+        entries = self.entries
+        self._counts += [ThoughtCount(self._thoughts) for _ in entries[len(self._counts) :]]
+        pairs = zip(self._counts, entries, strict=True)
+        return {"reasoning_tokens": sum(count.of(entry.seq.steps) for count, entry in pairs)}
 
     def best(self, count: int) -> list[int]:
         """The choices to return, `count` per prompt: those with the highest mean log-probability."""
@@ -134,17 +153,19 @@ class Answer:
 
     @property
     def usage(self) -> dict[str, Any]:
-        """Tokens read and generated, each prompt counted once; drafted tokens too, if there were any."""
+        """Tokens read and generated, each prompt counted once; drafted tokens and thoughts too, if there were any."""
         firsts = [handle.entries[0].seq for handle in self.handles]
         read = sum(seq.prompt_length for seq in firsts)
         made = sum(len(entry.seq.steps) for entry in self.entries)
         drafted = sum(entry.seq.ledger.drafted for entry in self.entries)
         kept = sum(entry.seq.ledger.accepted for entry in self.entries)
-        guessed = {"accepted_prediction_tokens": kept, "rejected_prediction_tokens": drafted - kept}
+        guessed = {"accepted_prediction_tokens": kept, "rejected_prediction_tokens": drafted - kept} if drafted else {}
+        details = {**guessed, **self._thought()}
         return {
             "prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made,
             "prompt_tokens_details": {"cached_tokens": sum(seq.cached for seq in firsts)},
-            **({"completion_tokens_details": guessed, "draft_n": drafted, "draft_n_accepted": kept} if drafted else {}),
+            **({"completion_tokens_details": details} if details else {}),
+            **({"draft_n": drafted, "draft_n_accepted": kept} if drafted else {}),
         }
 
 

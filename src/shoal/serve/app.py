@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from datetime import datetime, timezone
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -16,16 +17,23 @@ from starlette.middleware.cors import CORSMiddleware
 
 from shoal import __version__
 from shoal.engine.scheduling.scheduler import Scheduler
+from shoal.serve import reference
 from shoal.serve.errors import LOG, ApiError, failed, no_model
 from shoal.serve.handler import RequestHandler
 from shoal.serve.metrics import Metrics
 from shoal.serve.middleware import LOCAL, Gate
+from shoal.serve.ollama import OllamaRoutes
 from shoal.serve.playground import Playground
 from shoal.serve.protocol.bodies import ChatBody, CompletionBody, PlanBody, read, validated
 from shoal.serve.protocol.fields import IGNORED
+from shoal.serve.protocol.infill import InfillBody
+from shoal.serve.protocol.messages import MessageBody
+from shoal.serve.protocol.ollama import OllamaBody
 from shoal.serve.protocol.responses import ResponseBody
 from shoal.serve.protocol.tokens import DetokenizeBody, TokenizeBody, TokenRoutes
+from shoal.serve.protocol.vectors import EmbedBody, EmbeddingBody, RerankBody
 from shoal.serve.settings import Settings
+from shoal.serve.vectors import VectorRoutes
 
 LAST_TURN = 1.0
 """Seconds that the current decoding step has to end when the grace is over."""
@@ -55,26 +63,34 @@ def create_app(scheduler: Scheduler, settings: Settings, metrics: Metrics | None
     handler = RequestHandler(scheduler, settings, metrics)
     app.post("/v1/chat/completions", openapi_extra=_body(ChatBody))(handler.chat)
     app.post("/v1/completions", openapi_extra=_body(CompletionBody))(handler.complete)
+    app.post("/infill", openapi_extra=_body(InfillBody))(handler.fill)
     app.post("/v1/responses", openapi_extra=_body(ResponseBody))(handler.respond)
+    app.post("/v1/messages", openapi_extra=_body(MessageBody))(handler.message)
+    app.post("/v1/messages/count_tokens", openapi_extra=_body(MessageBody))(handler.count)
     _add_models(app, scheduler, settings)
+    _add_ollamas(app, OllamaRoutes(handler, scheduler.engine, settings))
+    _add_vectors(app, VectorRoutes(scheduler.engine, settings))
     _add_state(app, scheduler, metrics, settings)
     routes = TokenRoutes(scheduler, settings)
     app.post("/tokenize", openapi_extra=_body(TokenizeBody))(routes.tokenize)
     app.post("/detokenize", openapi_extra=_body(DetokenizeBody))(routes.detokenize)
     app.get("/props")(routes.props)
+    app.get("/docs", include_in_schema=False)(lambda: reference.page(app.openapi()))
     if settings.playground:
         _add_playground(app, Playground(scheduler.engine, settings))
     return app
 
 
 def _add_models(app: FastAPI, scheduler: Scheduler, settings: Settings) -> None:
-    card = {"id": settings.model_name, "object": "model", "created": int(time.time()), "owned_by": "shoal",
-            "max_model_len": scheduler.engine.runner.max_positions}
+    made, name, most = int(time.time()), settings.model_name, scheduler.engine.runner.max_positions
+    card = {"id": name, "object": "model", "created": made, "owned_by": "shoal", "max_model_len": most,
+            "type": "model", "display_name": name, "lifecycle": "active", "max_input_tokens": most,
+            "created_at": datetime.fromtimestamp(made, timezone.utc).isoformat(), "max_tokens": settings.max_tokens}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """The one model."""
-        return {"object": "list", "data": [card]}
+        """The one model, in the forms of OpenAI and Anthropic."""
+        return {"object": "list", "data": [card], "has_more": False, "first_id": name, "last_id": name}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
@@ -82,6 +98,23 @@ def _add_models(app: FastAPI, scheduler: Scheduler, settings: Settings) -> None:
         if name != settings.model_name:
             raise no_model(name, settings.model_name)
         return card
+
+
+def _add_ollamas(app: FastAPI, routes: OllamaRoutes) -> None:
+    app.post("/api/chat", openapi_extra=_body(OllamaBody))(routes.chat)
+    app.post("/api/generate", openapi_extra=_body(OllamaBody))(routes.generate)
+    app.post("/api/show")(routes.show)
+    app.get("/api/tags")(routes.tags)
+    app.get("/api/ps")(routes.running)
+    app.get("/api/version")(routes.version)
+
+
+def _add_vectors(app: FastAPI, routes: VectorRoutes) -> None:
+    app.post("/v1/embeddings", openapi_extra=_body(EmbeddingBody))(routes.embed)
+    for path in ("/api/embed", "/api/embeddings"):
+        app.post(path, openapi_extra=_body(EmbedBody))(routes.embed_as_ollama)
+    for path in ("/v1/rerank", "/rerank"):
+        app.post(path, openapi_extra=_body(RerankBody))(routes.rerank)
 
 
 def ailment(scheduler: Scheduler, settings: Settings) -> str | None:
@@ -134,9 +167,9 @@ def _body(kind: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": kind.model_json_schema()}}}}
 
 
-async def _error(_: Request, error: Exception) -> Response:
+async def _error(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         error = ApiError(error.status_code, str(error.detail), headers=error.headers or {})
     elif isinstance(error, RecursionError):
         error = ApiError(400, "the request is nested too deeply")
-    return (error if isinstance(error, ApiError) else failed("a request", error)).response()
+    return (error if isinstance(error, ApiError) else failed("a request", error)).response(request.url.path)

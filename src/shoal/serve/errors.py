@@ -1,7 +1,8 @@
-"""Errors in OpenAI's form."""
+"""Errors, in the form of the API that was asked: OpenAI's, Anthropic's, or Ollama's."""
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,10 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
 LOG = logging.getLogger("shoal.serve")
+MESSAGES_ROUTE, OLLAMA_ROUTE = "/v1/messages", "/api/"
+"""Beginnings of the routes of Anthropic's form and of Ollama's."""
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+_ANTHROPICS = {**_TYPES, 413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
 _HEADERS = {401: {"www-authenticate": "Bearer"}, 429: {"retry-after": "1"}, 503: {"retry-after": "1"}}
 
 
@@ -25,16 +29,28 @@ class ApiError(Exception):
         self.status, self.message, self.param, self.code = status, message, param, code
         self._headers = _HEADERS.get(status) if headers is None else headers
 
-    def to_dict(self) -> dict[str, Any]:
-        """The response body."""
+    def to_dict(self, path: str = "") -> dict[str, Any]:
+        """The response body on that route."""
+        if path.startswith(MESSAGES_ROUTE):
+            kind = _ANTHROPICS.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+            return {"type": "error", "error": {"type": kind, "message": self.message}}
+        if path.startswith(OLLAMA_ROUTE):
+            return {"error": self.message}
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> Response:
-        """The response."""
+    def response(self, path: str) -> Response:
+        """The response on that route."""
         from starlette.responses import JSONResponse  # the command line checks settings without it
 
-        return JSONResponse(self.to_dict(), self.status, self._headers)
+        return JSONResponse(self.to_dict(path), self.status, self._headers)
+
+    def event(self, path: str) -> bytes:
+        """The last event of a stream on that route."""
+        if path.startswith(OLLAMA_ROUTE):
+            return f"{json.dumps(self.to_dict(path))}\n".encode()
+        head = "event: error\n" if path.startswith(MESSAGES_ROUTE) else ""
+        return f"{head}data: {json.dumps(self.to_dict(path))}\n\n".encode()
 
 
 def no_model(name: str, served: str) -> ApiError:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, overload
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from pydantic import BaseModel
 
 from shoal.decode.text.pieces import TokenBytes
 from shoal.engine.constraints.monitor import Monitor, python_members
@@ -20,17 +21,34 @@ from shoal.serve.answer import Answer, Compiling
 from shoal.serve.errors import LOG, ApiError, failed, no_model, refused
 from shoal.serve.metrics import Metrics, extra_counts, report
 from shoal.serve.middleware import GONE, note
-from shoal.serve.protocol.bodies import Body, ChatBody, CompletionBody, Extras, parse, read, validated
-from shoal.serve.protocol.fields import RESPONSES, named, sorted_out
+from shoal.serve.protocol import messages, responses
+from shoal.serve.protocol.bodies import (
+    Asked,
+    Body,
+    ChatBody,
+    CompletionBody,
+    Extras,
+    parse,
+    read,
+    validated,
+    with_model,
+)
+from shoal.serve.protocol.fields import MESSAGES, RESPONSES, Unread, named, sorted_out
+from shoal.serve.protocol.infill import Gap, InfillBody, InfillWire
 from shoal.serve.protocol.logprobs import Echo, TokenNames, echo_of
-from shoal.serve.protocol.responses import ResponseBody, ResponseWire, as_chat
+from shoal.serve.protocol.messages import MessageBody, MessageWire
+from shoal.serve.protocol.responses import ResponseBody, ResponseWire
+from shoal.serve.protocol.thoughts import Reading, ThoughtLimit, thoughts_of
 from shoal.serve.protocol.tokens import apart, chat_ids, conversation, prompts_of
 from shoal.serve.protocol.tools import Tools
-from shoal.serve.protocol.wire import ChatWire, CompletionWire, Wire, with_steps
+from shoal.serve.protocol.wire import ChatWire, CompletionWire, Json, Wire, with_steps
 from shoal.serve.settings import Settings
 
 _COMPLETION_TOKENS = 16
+_UNSHOWN = ("metrics", "steps", "canvas", "return_tokens_as_token_ids")
+"""Fields for which answers in other forms than OpenAI's older ones have no place."""
 _MOST_TOLD = 1000
+_PLAIN = Reading()
 
 
 class RequestHandler:
@@ -45,36 +63,82 @@ class RequestHandler:
 
     async def chat(self, request: Request) -> Response:
         """Answer a conversation."""
-        body, ignored = parse(await request.body(), ChatBody, self._settings.strict)
+        body, ignored = self._parsed(await request.body(), ChatBody)
         names = TokenNames(self._vocabulary, body.return_tokens_as_token_ids)
-        return await self._converse(request, body, ignored, lambda _, tools: ChatWire(body, names, tools))
+        return await self.converse(request, body, ignored, lambda _, reading: ChatWire(body, names, reading))
 
     async def respond(self, request: Request) -> Response:
         """Answer a conversation, in the newer form."""
-        known = {*Extras.model_fields, *ResponseBody.model_fields}
-        given, ignored = sorted_out(read(await request.body()), known, RESPONSES, self._settings.strict)
-        unshown = ("metrics", "steps", "canvas", "return_tokens_as_token_ids")
-        ignored += [name for name in unshown if given.pop(name, None)]
-        chat = as_chat(given)
-        body = validated(chat, ChatBody)
-        body.check()
+        chat, body, ignored = self.translated(read(await request.body()), ResponseBody, RESPONSES, responses.as_chat)
 
-        def wire(answer: Answer, tools: Tools | None) -> Wire:
+        def wire(answer: Answer, reading: Reading) -> Wire:
             how = answer.entries[0].seq.sampling
-            return ResponseWire({**chat, "temperature": how.temperature, "top_p": how.top_p}, tools)
+            return ResponseWire({**chat, "temperature": how.temperature, "top_p": how.top_p}, reading)
 
-        return await self._converse(request, body, ignored, wire)
+        return await self.converse(request, body, ignored, wire)
 
-    async def _converse(
-        self, request: Request, body: ChatBody, ignored: Sequence[str], wire: Callable[[Answer, Tools | None], Wire]
-    ) -> Response:
-        limit = body.limit(self._settings.default_max_tokens, self._settings.max_tokens)
-        tools = body.tools_for(getattr(self._tokenizer, "chat_template", None))
-        told, more = conversation(body.messages, self._tokenizer, self._settings.strict)
-        ids = await apart(chat_ids, told, self._tokenizer, body.variables(tools, told))
+    async def message(self, request: Request) -> Response:
+        """Answer a conversation, in Anthropic's form."""
+        _, body, ignored = self.translated(read(await request.body()), MessageBody, MESSAGES, messages.as_chat)
+
+        def wire(answer: Answer, reading: Reading) -> Wire:
+            return MessageWire(body.model, reading, answer.entries[0].seq)
+
+        return await self.converse(request, body, ignored, wire)
+
+    async def count(self, request: Request) -> Response:
+        """The number of tokens of such a conversation."""
+        _, body, ignored = self.translated(read(await request.body()), MessageBody, MESSAGES, messages.as_chat)
         self._check(body, 1)
-        answer = await self._start(request, body, [ids], limit, tools)
-        return self._noted(await self._answer(request, body, answer, wire(answer, tools)), [*ignored, *more])
+        ids, _, more = await self._prompt(body)
+        return self._noted(JSONResponse({"input_tokens": len(ids)}), [*ignored, *more])
+
+    def _parsed(self, raw: bytes, kind: type[Asked]) -> tuple[Asked, list[str]]:
+        """A request's checked values, and the names of what has no effect."""
+        return parse(with_model(read(raw), self._settings.model_name), kind, self._settings.strict)
+
+    @overload
+    def translated(
+        self, given: Json, form: type[BaseModel], unread: Mapping[str, Unread], translate: Callable[[Json], Json],
+    ) -> tuple[Json, ChatBody, list[str]]: ...
+
+    @overload
+    def translated(
+        self, given: Json, form: type[BaseModel], unread: Mapping[str, Unread], translate: Callable[[Json], Json],
+        kind: type[Asked],
+    ) -> tuple[Json, Asked, list[str]]: ...
+
+    def translated(
+        self, given: Json, form: type[BaseModel], unread: Mapping[str, Unread], translate: Callable[[Json], Json],
+        kind: type[Body] = ChatBody,
+    ) -> tuple[Json, Body, list[str]]:
+        """A request in another form as a chat, as it was translated and as it was checked, and what has no effect."""
+        known = {*Extras.model_fields, *form.model_fields}
+        kept, ignored = sorted_out(with_model(given, self._settings.model_name), known, unread, self._settings.strict)
+        ignored += [name for name in _UNSHOWN if kept.pop(name, None)]
+        chat = translate(kept)
+        body = validated(chat, kind)
+        body.check()
+        if body.n > 1:
+            raise refused("n_cmpl", f"n_cmpl is {body.n}; this route gives one answer")
+        return chat, body, ignored
+
+    async def _prompt(self, body: ChatBody) -> tuple[list[int], Tools | None, list[str]]:
+        """The token ids of a conversation, the tools that may be called, and the names of what has no effect in it."""
+        tools = body.tools_for(getattr(self._tokenizer, "chat_template", None))
+        told, ignored = conversation(body.messages, self._tokenizer, self._settings.strict)
+        return await apart(chat_ids, told, self._tokenizer, body.variables(tools, told)), tools, ignored
+
+    async def converse(
+        self, request: Request, body: ChatBody, ignored: Sequence[str], wire: Callable[[Answer, Reading], Wire]
+    ) -> Response:
+        """Answer a conversation in a form."""
+        limit = body.limit(self._settings.default_max_tokens, self._settings.max_tokens)
+        ids, tools, more = await self._prompt(body)
+        self._check(body, 1)
+        reading = Reading(tools, thoughts_of(self._tokenizer, ids, body.thoughts_shown))
+        answer = await self._start(request, body, [ids], limit, reading, body.thoughts_limit)
+        return self._noted(await self._answer(request, body, answer, wire(answer, reading)), [*ignored, *more])
 
     def _noted(self, answer: Response, ignored: Sequence[str]) -> Response:
         """The response, with the names of fields without effect in a header; each name is logged once."""
@@ -87,8 +151,8 @@ class RequestHandler:
 
     async def complete(self, request: Request) -> Response:
         """Continue prompts."""
-        body, ignored = parse(await request.body(), CompletionBody, self._settings.strict)
-        prompts = prompts_of(body.prompt)
+        body, ignored = self._parsed(await request.body(), CompletionBody)
+        prompts = self._prompts(body)
         limit = body.limit(_COMPLETION_TOKENS, self._settings.max_tokens)
         self._check(body, len(prompts))
         echoes = await asyncio.to_thread(self._echoes, prompts, body)
@@ -97,6 +161,36 @@ class RequestHandler:
             return self._noted(await self._unanswered(request, body, prompts, wire), ignored)
         answer = await self._start(request, body, prompts, limit)
         return self._noted(await self._answer(request, body, answer, wire), ignored)
+
+    async def fill(self, request: Request) -> Response:
+        """Fill the gap between two texts, in llama.cpp's form."""
+        body, ignored = self._parsed(await request.body(), InfillBody)
+        return await self.go_on(request, body, ignored, lambda answer: InfillWire(body.model, answer.entries[0].seq))
+
+    async def go_on(
+        self, request: Request, body: CompletionBody, ignored: Sequence[str], wire: Callable[[Answer], Wire]
+    ) -> Response:
+        """Continue one prompt in a form, up to the length of a chat's answer."""
+        prompts = self._prompts(body)
+        self._check(body, len(prompts))
+        limit = body.limit(self._settings.default_max_tokens, self._settings.max_tokens)
+        if limit < 1:
+            raise refused("max_tokens", "a limit of 0 tokens leaves no answer; -1 is no limit")
+        answer = await self._start(request, body, prompts, limit)
+        return self._noted(await self._answer(request, body, answer, wire(answer)), ignored)
+
+    def _prompts(self, body: CompletionBody) -> list[Any]:
+        """The prompts of a completion; those for a gap end at tokens that would begin another file, too."""
+        prompts = prompts_of(body.prompt)
+        if not isinstance(body, InfillBody) and not body.suffix:
+            return prompts
+        if not all(isinstance(prompt, str) for prompt in prompts):
+            raise refused("prompt", "with a suffix, prompt must be text")
+        gap = Gap(self._tokenizer)
+        body.stop_token_ids = [*body.stop_token_ids, *gap.ends]
+        if isinstance(body, InfillBody):
+            return [gap.prompt(body.input_prefix + body.prompt, body.input_suffix, body.input_extra)]
+        return [gap.prompt(prompt, body.suffix) for prompt in prompts]
 
     def _echoes(self, prompts: Sequence[Any], body: CompletionBody) -> list[Echo]:
         """The echoed prompt of each choice."""
@@ -124,11 +218,12 @@ class RequestHandler:
         note(request.scope, choices=len(prompts) * body.n, user=body.user, **usage)
         choices = [wire.unanswered(index) for index in range(len(prompts) * body.n)]
         if body.stream:
-            return _streaming([wire.chunks(choices), wire.closing([], usage, {})])
+            return _streaming([wire.chunks(choices), wire.closing([], usage, {})], wire)
         return JSONResponse(wire.answer(choices, usage))
 
     async def _start(
-        self, request: Request, body: Body, prompts: Sequence[Any], limit: int, tools: Tools | None = None
+        self, request: Request, body: Body, prompts: Sequence[Any], limit: int, reading: Reading = _PLAIN,
+        thoughts_limit: int | None = None,
     ) -> Answer:
         """Queue a request."""
         method = policy.choose(body.method, body.method_args, self._settings)
@@ -138,12 +233,16 @@ class RequestHandler:
         wanted = 0 if body.alternatives is None and body.answers > body.n else body.alternatives
         options = {**body.options(self._scheduler.engine.sampling), "method": method, "max_new_tokens": limit,
                    "logprobs": wanted}
+        tools, thoughts = reading.tools, reading.thoughts
         bound = options["constraint"] if tools is None or tools.constraint is None else tools.constraint
         if self._settings.members_folder and isinstance(bound, Monitor):  # requests name none but that of members
             bound = python_members(self._settings.members_folder)
-        options["constraint"] = bound
+        if thoughts is not None and thoughts_limit is not None:
+            options["logits_processor"] = [ThoughtLimit(thoughts, self._tokenizer, len(prompts[0]), thoughts_limit)]
+        options["constraint"] = bound if thoughts is None else thoughts.before(bound)
         await self._compiling(options["constraint"])
-        answer = Answer(self._scheduler, body.answers, self._settings.timeout, self._settings.max_n, body.canvas)
+        answer = Answer(self._scheduler, body.answers, self._settings.timeout, self._settings.max_n, body.canvas,
+                        thoughts)
         await answer.start(prompts, options)
         seq = answer.entries[0].seq
         note(request.scope, seed=seq.seed, sampling=seq.sampling.shown())
@@ -158,7 +257,7 @@ class RequestHandler:
 
     async def _answer(self, request: Request, body: Body, answer: Answer, wire: Wire) -> Response:
         if body.stream:
-            return _streaming(self._events(request, body, answer, wire))
+            return _streaming(self._events(request, body, answer, wire), wire)
         if not await self._drained(request, answer):
             return Response(status_code=GONE)
         best = answer.best(body.n)
@@ -213,9 +312,9 @@ class RequestHandler:
             note(request.scope, texts=[result.text for result in results])
 
 
-def _streaming(events: AsyncIterator[str] | Sequence[str]) -> StreamingResponse:
+def _streaming(events: AsyncIterator[str] | Sequence[str], wire: Wire) -> StreamingResponse:
     headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-    return StreamingResponse(events, media_type="text/event-stream", headers=headers)
+    return StreamingResponse(events, media_type=wire.media, headers=headers)
 
 
 def _metrics(body: Body, answer: Answer) -> dict[str, Any]:

@@ -67,7 +67,7 @@ class Gate:
                 as_get = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope  # uvicorn sends no body
                 await self._app(as_get, self._bounded(receive), answer)
         except ApiError as error:
-            await error.response()(scope, receive, answer)
+            await error.response(scope["path"])(scope, receive, answer)
         except ClientDisconnect:  # before its request was complete
             line["status"] = GONE
         except asyncio.CancelledError:
@@ -126,7 +126,7 @@ class Gate:
         return bounded
 
 
-_KEYED = ("/v1/", "/playground/", "/tokenize", "/detokenize", "/props")
+_KEYED = ("/v1/", "/api/", "/playground/", "/rerank", "/infill", "/tokenize", "/detokenize", "/props")
 """Beginnings of the routes that ask for a key."""
 
 
@@ -146,10 +146,9 @@ async def _cut_off(begun: bool, scope: Scope, receive: Receive, send: Send) -> N
     """Tell a client that the server stopped; if its answer has begun, as the last event of the stream."""
     error = ApiError(503, "the server stopped before the answer was complete", code="shutting_down", headers={})
     if begun:
-        body = f"data: {json.dumps(error.to_dict())}\n\n".encode()
-        await send({"type": "http.response.body", "body": body, "more_body": False})
+        await send({"type": "http.response.body", "body": error.event(scope["path"]), "more_body": False})
     else:
-        await error.response()(scope, receive, send)
+        await error.response(scope["path"])(scope, receive, send)
 
 
 def note(scope: Any, **facts: Any) -> None:

@@ -1,6 +1,6 @@
-"""Serves the page at `/`, a chat and a comparison of methods: its files, the methods with their options, and the layers that a method would run.
+"""Serves the page at `/`, a chat and a comparison of methods.
 
-For everything else the page uses the routes of all clients. It is told only of what the operator's settings allow.
+It gives out the page's files, the methods with their options, and the layers that a method would run.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ _SAFE = ("model.safetensors", "model.safetensors.index.json")
 _PICKLED = ("pytorch_model.bin", "medusa_lm_head.pt")
 _HEADS = "medusa_lm_head.safetensors"
 REMEDY = "Name the folder of a drafter that was trained for this model, or leave part out"
-KINDS = ("eagle", "dflash", "medusa", "mlp_speculator")
+KINDS = ("eagle", "dflash", "medusa", "mlp_speculator", "mtp")
 """The kinds of drafters that are read, each named after the method that runs it."""
 _FORM = "speculators_model_type"
 _PREFIXES = (
@@ -51,6 +51,8 @@ def kind_of(folder: str | Path) -> str:
         return "medusa"
     if told & {"mlp_speculator", "MLPSpeculatorPreTrainedModel"}:
         return "mlp_speculator"
+    if told & {"gemma4_assistant", "gemma4_unified_assistant"}:
+        return "mtp"
     return "eagle"
 
 

@@ -22,12 +22,13 @@ from shoal.decode.tree import TokenTree
 from shoal.decode.worker import Proposer
 from shoal.model.kv.cache import KVCache
 from shoal.model.packed.native import MAX_NODES, ChainWish
-from shoal.model.runner import ModelRunner, SequenceChunk
+from shoal.model.runner import ModelRunner, SequenceChunk, Storing
 from shoal.speculative.choose import SequenceTree, extend, least_log
 from shoal.speculative.draft_head_file import DraftHead
 from shoal.speculative.growth import Growth, TreeShape
 from shoal.speculative.hidden_states import HiddenStates
-from shoal.speculative.layer_head import PLAN, EagleHead, LayerHead
+from shoal.speculative.layer_chain import ChainDrafter
+from shoal.speculative.layer_head import PLAN, EagleHead, LayerHead, MtpHead
 from shoal.speculative.state_drafter import StateDrafter, Waiting, as_they_are, choose_among
 
 
@@ -51,8 +52,8 @@ class LayerProposer(Proposer):
 
     @property
     @override
-    def second_runner(self) -> ModelRunner | None:
-        return self.part.runner if isinstance(self.part, LayerHead) else None
+    def second_runner(self) -> Storing | None:
+        return self.part.stores if isinstance(self.part, LayerHead) else None
 
     @property
     @override
@@ -60,9 +61,11 @@ class LayerProposer(Proposer):
         numbers = self.part.state_size if isinstance(self.part, LayerHead) else self.part.size("hidden")
         return 4 * numbers  # float32 at most, on the kernels
 
-    def begin(self, runner: ModelRunner, cache: KVCache) -> LayerDrafter:
+    def begin(self, runner: ModelRunner, cache: KVCache) -> LayerDrafter | ChainDrafter:
         """A drafter. All drafters of one model share the head."""
         part = self.part
+        if isinstance(part, MtpHead) and part.further:
+            return ChainDrafter((part, *part.further), self.shape, self.stop, HiddenStates(runner, cache))
         if isinstance(part, LayerHead):
             return LayerDrafter(self, part, runner, cache)
         if self._head is None or self._head[0] is not runner:

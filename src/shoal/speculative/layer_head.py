@@ -7,10 +7,10 @@ where the kernels look embeddings up, so that a forward stays one call.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from shoal.model.packed.native_runner import NativeRunner
 from shoal.model.packed.runner import PackedRunner
 from shoal.model.packed.shape import Shape
 from shoal.model.packed.source import Source, TensorSource
-from shoal.model.runner import ModelRunner, OfLayers, SequenceChunk, Start
+from shoal.model.runner import ModelRunner, OfLayers, SequenceChunk, Start, Storing
 from shoal.speculative.draft_head_file import DraftHead, guessed_tokens
 from shoal.speculative.eagle_checkpoint import EagleCheckpoint
 from shoal.speculative.layers_checkpoint import LayersCheckpoint
@@ -200,6 +200,11 @@ class LayerHead(ABC):
         """Runs the layer, as a model of its own."""
         return self._layer
 
+    @property
+    def stores(self) -> Storing:
+        """What is stored of a sequence."""
+        return self._layer
+
     def cache(self) -> KVCache:
         """An empty cache for the layer."""
         return self._layer.new_cache(0)
@@ -351,12 +356,27 @@ class EagleHead(JoinedHead):
 
 
 class MtpHead(JoinedHead):
-    """The layer that a model brings for further tokens, before the model's own head; ValueError if it is damaged."""
+    """The layer that a model brings for further tokens, before the model's own head; ValueError if it is damaged.
+
+    Attributes:
+        further: those that go on where it ends, each with what the one before it says.
+        windows, position_bytes, state_bytes: of all of them, as of one model.
+    """
 
     def __init__(self, target: ModelRunner, mtp: MtpLayer) -> None:
         of_states, of_tokens = mtp.join()
         layer = before_head_of(target, layer_beside(target, mtp.config, mtp.source))
         super().__init__(target, layer, of_states, of_tokens, layer.shape.eps, range(target.vocab_size))
+        self.further = tuple(MtpHead(target, one) for one in mtp.further)
+        runners = [self.runner, *(one.runner for one in self.further)]
+        self.windows = tuple(chain.from_iterable(one.windows for one in runners))
+        self.position_bytes = tuple(chain.from_iterable(one.position_bytes for one in runners))
+        self.state_bytes: Mapping[int, int] = {}
+
+    @property
+    @override
+    def stores(self) -> Storing:
+        return self
 
 
 class CheckpointHead(LayerHead):

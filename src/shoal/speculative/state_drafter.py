@@ -26,11 +26,11 @@ class StateDrafter(Drafter):
 
     Args:
         hidden: collects the states.
-        cache: empty.
+        caches: empty; the first one holds what was read of the states.
     """
 
-    def __init__(self, hidden: HiddenStates, cache: KVCache) -> None:
-        self._hidden, self._cache = hidden, cache
+    def __init__(self, hidden: HiddenStates, *caches: KVCache) -> None:
+        self._hidden, self._cache, self._caches = hidden, caches[0], caches
         self._seqs: list[SequenceState] = []
         self._origins: dict[SequenceState, int] = {}
 
@@ -39,20 +39,28 @@ class StateDrafter(Drafter):
         return self._hidden.watch(seqs, chunks)
 
     def _roll_back(self) -> None:
-        for seq_id in range(len(self._seqs)):
-            self._cache.rollback(seq_id)
+        for cache in self._caches:
+            for seq_id in range(len(self._seqs)):
+                cache.rollback(seq_id)
 
     def _seat(self, seqs: Sequence[SequenceState]) -> None:
         """Remove sequences that have ended and add new ones; sequences that skip a turn keep their places."""
         stay = [seq_id for seq_id, seq in enumerate(self._seqs) if seq.finish_reason is None]
         if len(stay) < len(self._seqs):
-            self._seqs = [self._seqs[former] for former in self._cache.select(stay)]
+            order = [cache.select(stay) for cache in self._caches][0]
+            self._seqs = [self._seqs[former] for former in order]
         known = set(self._seqs)
         new = [seq for seq in seqs if seq not in known]
         if new:
-            self._cache.extend(len(new))
+            for cache in self._caches:
+                cache.extend(len(new))
             self._seqs += new
         self._origins = {seq: self._origins.get(seq, 0) for seq in self._seqs}
+
+    def _forget(self, seq_id: int, seq: SequenceState) -> None:
+        """Drop what was read of a sequence at a place, as some of its states are unknown."""
+        for cache in self._caches:
+            cache.truncate(seq_id, 0)
 
     def _waiting(self, seqs: Iterable[tuple[int, SequenceState]]) -> Waiting:
         """The states that the target has confirmed since, for sequences whose last state is known."""
@@ -62,7 +70,7 @@ class StateDrafter(Drafter):
             if found is None or found[0] + len(found[1]) != len(seq.tokens) - 1:
                 continue
             if self._origins[seq] + self._cache.positions[seq_id] != found[0]:
-                self._cache.truncate(seq_id, 0)
+                self._forget(seq_id, seq)
                 self._origins[seq] = found[0]
             waiting[seq_id] = seq, found[1]
         return waiting

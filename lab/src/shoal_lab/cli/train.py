@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 EXAMPLES = """examples:
   shoal train eagle --model M.gguf --out part
   shoal train eagle --model M.gguf --out part --data DATA --tokens 500000 --minutes 30
+  shoal train eagle --model M.gguf --out eagle3 --answers part/answers --taps auto --depths 5
   shoal train medusa --model M.gguf --out heads --answers part/answers --prompts asked.txt,more.jsonl
   shoal train ppd --model M.gguf --out prompts --answers part/answers --prompts asked.txt,more.jsonl --batch 512
   shoal train dynamic_context --model M.gguf --out gate --answers part/answers --prompts asked.txt --keep 0.5
@@ -64,7 +65,7 @@ _ONLY = {**dict.fromkeys(("steps", "causal"), (SCRATCH,)), "depths": (*KINDS, PR
          **dict.fromkeys(("layers", "block", "window", "mask_token"), (DRAFTER,)),
          "keep": (CONTEXT, ROUTERS), "gate_layer": (CONTEXT,), "under": (HEAL, ROUTERS),
          **dict.fromkeys(("student", "rank", "recompute"), (HEAL,)),
-         **dict.fromkeys(("text", "length", "layer_epochs", "start", "export"), (HYBRID,))}
+         "taps": ("eagle",), **dict.fromkeys(("text", "length", "layer_epochs", "start", "export"), (HYBRID,))}
 """Option -> the kinds that have it, if not all do."""
 
 
@@ -106,10 +107,12 @@ def add_arguments(parser: Parser) -> None:
                       "the answers use most")
     what.add_argument("--depths", metavar="N", type=int, help="eagle: guesses in a row that are trained, 3 if none; "
                       "medusa: heads, 4 if none; ppd: places ahead, 3 if none")
+    what.add_argument("--taps", metavar="L,...", help="eagle: read what enters these layers, in EAGLE-3's form; auto: "
+                      "2, half of the layers, and all but 3")
     what.add_argument("--copies", metavar="N", type=int, default=1, help="ppd: vectors for each place, whose guesses "
                       "are averaged")
     what.add_argument("--weights", choices=("int8", "int6", "bfloat16", "float32"), default="int8", help="how it is "
-                      "stored")
+                      "stored; with --taps bfloat16, or float32")
     what.add_argument("--layers", metavar="N", type=int, default=2, help="drafter: layers of the model, first and "
                       "last ones, that it is made of")
     what.add_argument("--block", metavar="N", type=int, default=8, help="drafter: masks that it fills at a time")
@@ -236,8 +239,11 @@ def _part(args: argparse.Namespace, late: Callable[[], bool]) -> int:
     if args.part == EXPERTS:
         read_me.check_division(read_me.mlp_widths(engine), args.groups, args.shared, args.experts)
     plans = _plans(args, engine) if args.part in (HEAL, ROUTERS) else None
+    taps = _taps(args, engine)
     place = args.answers or args.out / "answers"
     answers = corpus.make(place, engine, lambda: _prompts(args, engine), wish, _tell, late)
+    if answers.whole and taps:
+        answers = corpus.tap(answers, place, engine, taps, _tell, late)
     if not answers.whole:  # a run starts when its answers are complete, and keeps to them
         _tell("time is up before all answers are there; the same command goes on")
         return _report(args, {"shards": len(answers.shards)})
@@ -266,7 +272,7 @@ def _written(
     args: argparse.Namespace, engine: Engine, module: TrainedModule, facts: dict[str, Any]
 ) -> tuple[dict[str, Any], str, str]:
     """The card of the result, a sentence about its value, and the options that use it."""
-    from shoal_lab.train import drafter, export, heal
+    from shoal_lab.train import drafter, eagle3, export, heal
     from shoal_lab.train.part import ShippedModule
 
     if isinstance(module, heal.HealModule):
@@ -279,6 +285,9 @@ def _written(
     if isinstance(module, drafter.DrafterModule):
         card = export.model(args.out, engine, module, module.checkpoint(), **facts)
         use = f"{model} deer --draft {args.out} --length {args.block}"
+    elif isinstance(module, eagle3.TappedModule):
+        card = eagle3.export(args.out, engine, module, args.weights != "float32", **facts)
+        use = f"{model} {args.part} --part {args.out}"
     else:
         assert isinstance(module, ShippedModule)
         weights: export.Weights = "float32" if args.part == PROMPTS else args.weights
@@ -334,7 +343,24 @@ def _check(args: argparse.Namespace) -> None:
 def _wish(args: argparse.Namespace) -> CorpusWish:
     from shoal_lab.train.corpus import CorpusWish
 
-    return CorpusWish(args.tokens, args.max_new_tokens, args.temperature, args.seed, args.gigabytes)
+    more = 0 if args.taps is None else 3 if args.taps == "auto" else len(args.taps.split(","))
+    return CorpusWish(args.tokens, args.max_new_tokens, args.temperature, args.seed, args.gigabytes / (1 + more))
+
+
+def _taps(args: argparse.Namespace, engine: Engine) -> tuple[int, ...]:
+    """The layers that --taps names, ascending; none without it."""
+    from shoal_lab.train.eagle3 import default_taps
+
+    layers = engine.runner.num_layers
+    if args.taps is None:
+        return ()
+    if args.taps == "auto":
+        return default_taps(layers)
+    found = args.taps.split(",")
+    if not all(one.isdecimal() and int(one) < layers for one in found) or len({*found}) < len(found):
+        raise ValueError(f"--taps is {args.taps!r}; it must be auto, or different layers of 0 to {layers - 1}, such as "
+                         f"0,{layers // 2}")
+    return tuple(sorted(map(int, found)))
 
 
 def _shape(args: argparse.Namespace) -> DrafterShape | None:
@@ -373,6 +399,7 @@ def _module(
     from shoal_lab.train.context_gate import ContextGateModule, check_lengths
     from shoal_lab.train.drafter import DrafterModule, mask_token
     from shoal_lab.train.eagle import EagleModule
+    from shoal_lab.train.eagle3 import TappedModule
     from shoal_lab.train.heal import HealModule
     from shoal_lab.train.layer_routers import LayerRouterModule
     from shoal_lab.train.medusa import MedusaModule
@@ -400,7 +427,8 @@ def _module(
         return ContextGateModule(Base(engine.runner), _plain(args), args.gate_layer, keep, ids, args.seed)
     if plans is not None:
         return LayerRouterModule(Base(engine.runner), _plain(args), keep, ids, plans, args.seed)
-    kinds: dict[str, type[PartModule]] = {kind.kind: kind for kind in (EagleModule, MedusaModule)}
+    eagle = TappedModule if answers.taps else EagleModule
+    kinds: dict[str, type[PartModule]] = {kind.kind: kind for kind in (eagle, MedusaModule)}
     return kinds[args.part].fresh(Base(engine.runner), answers, ids, args.depths, args.seed)
 
 

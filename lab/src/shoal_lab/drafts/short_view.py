@@ -15,7 +15,7 @@ from shoal.speculative.per_sequence import PerSequence
 
 if TYPE_CHECKING:
     from shoal.decode.sequence import SequenceState
-    from shoal.model.runner import ModelRunner
+    from shoal.model.runner import ModelRunner, Storing
 
 View = Callable[[Sequence[int]], Sequence[int]]
 """Maps a prompt to the tokens that are read in its place."""
@@ -39,7 +39,7 @@ class ShortViewProposer(Proposer):
 
     @property
     @override
-    def second_runner(self) -> ModelRunner | None:
+    def second_runner(self) -> Storing | None:
         return self.runner
 
     def begin(self, runner: Any, cache: Any) -> ShortViewDrafter:

@@ -19,7 +19,7 @@ from shoal.methods.common.drafting import PairedMethod
 if TYPE_CHECKING:
     from shoal.decode.batch import Batch
     from shoal.decode.sequence import SequenceState
-    from shoal.model.runner import ModelRunner
+    from shoal.model.runner import ModelRunner, Storing
     from shoal.types import ModelInfo
     from shoal_lab.loops.switching import SwitchingBatch, TurnPolicy
 
@@ -81,7 +81,7 @@ class Switching(Loop):
 
     @property
     @override
-    def second_runner(self) -> ModelRunner | None:
+    def second_runner(self) -> Storing | None:
         found: ModelRunner | None = self.runner
         return found
 

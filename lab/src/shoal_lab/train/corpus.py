@@ -2,7 +2,8 @@
 
 The folder holds `corpus.json` (how it was made), `prompts.json`, and shards of a fixed number of answers each:
 `states-00000.safetensors` and so on. A shard is written whole or not at all, and missing shards are added later. A
-state is an input of the LM head: the last layer's output after the final norm.
+state is an input of the LM head: the last layer's output after the final norm. What enters other layers lies beside,
+in `taps-2-8-13-00000.safetensors` and so on for layers 2, 8 and 13.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +66,13 @@ class AnsweredText:
         tokens: int64 [n]; the first `prompt` of them are the prompt.
         states: [n, D] in bfloat16; `states[t]` predicts token t + 1.
         prompt: number of prompt tokens.
+        tapped: [n, k D] in bfloat16, what enters k layers, one after the other; None where it was not asked for.
     """
 
     tokens: Tensor
     states: Tensor
     prompt: int
+    tapped: Tensor | None = None
 
 
 class Corpus:
@@ -77,6 +81,7 @@ class Corpus:
     Args:
         folder: their folder.
         whole: whether the corpus is complete.
+        taps: layers whose inputs are read as well, which `tap` has written.
 
     Attributes:
         facts: content of `corpus.json`.
@@ -85,8 +90,8 @@ class Corpus:
         ValueError: there are no shards, or the folder cannot be read.
     """
 
-    def __init__(self, folder: Path, whole: bool = True) -> None:
-        self.whole = whole
+    def __init__(self, folder: Path, whole: bool = True, taps: Sequence[int] = ()) -> None:
+        self.whole, self.taps, self._folder = whole, (*taps,), folder
         self.facts: dict[str, Any] = files.read_json(folder / "corpus.json")
         self.shards = _shards(folder)
         if not self.shards:
@@ -98,6 +103,9 @@ class Corpus:
         lengths, prompts = held["lengths"].tolist(), held["prompts"].tolist()
         pairs = zip(held["tokens"].long().split(lengths), held["states"].split(lengths), prompts, strict=True)
         whole = [AnsweredText(*one) for one in pairs]
+        if self.taps:
+            tapped = _read(_tapped(self._folder, self.taps, shard))["tapped"].split(lengths)
+            whole = [replace(one, tapped=own) for one, own in zip(whole, tapped, strict=True)]
         return [one for place, one in enumerate(whole) if (place % _VALIDATION == 0) == validation]
 
     def validation(self, most: int = 128) -> list[AnsweredText]:
@@ -195,6 +203,38 @@ def read(
     return Corpus(folder)
 
 
+def tap(
+    corpus: Corpus, folder: Path, engine: Engine, taps: Sequence[int], tell: Tell = lambda message: None,
+    until: Callable[[], bool] = lambda: False,
+) -> Corpus:
+    """The corpus of a folder with what enters further layers, or the missing part of that.
+
+    Args:
+        corpus: the complete one.
+        folder: its folder.
+        engine: the model that answered.
+        taps: the layers, ascending.
+        tell: receives progress messages.
+        until: whether to stop; asked before each shard.
+    """
+    for shard, path in enumerate(corpus.shards):
+        place = _tapped(folder, taps, shard)
+        if place.is_file():
+            continue
+        if until():
+            return Corpus(folder, False)
+        held = _read(path)
+        texts = held["tokens"].split(held["lengths"].tolist())
+        found = torch.cat([inputs(engine.runner, text.tolist(), taps) for text in texts])
+        files.write(place, partial(save_file, {"tapped": found}))
+        tell(f"{shard + 1} of {len(corpus.shards)} shards read at layers {', '.join(map(str, taps))}")
+    return Corpus(folder, taps=taps)
+
+
+def _tapped(folder: Path, taps: Sequence[int], shard: int) -> Path:
+    return folder / f"taps-{'-'.join(map(str, taps))}-{shard:05d}.safetensors"
+
+
 def _told(wish: CorpusWish) -> dict[str, Any]:
     """The attributes of a wish that make it another corpus; its size does not."""
     return {"max_new_tokens": wish.max_new_tokens, "temperature": wish.temperature, "seed": wish.seed}
@@ -242,20 +282,32 @@ def _write_shard(path: Path, engine: Engine, texts: Sequence[tuple[list[int], li
     return _spoken(tensors)
 
 
-@torch.no_grad()
 def states(runner: ModelRunner, tokens: Sequence[int]) -> Tensor:
     """The LM head's inputs at every token of a text, [n, D] in bfloat16."""
-    cache, plan, found = runner.new_cache(1), DepthPlan.full(runner.num_layers), []
+    return _entered(runner, tokens, (runner.num_layers,), runner.normed)
+
+
+def inputs(runner: ModelRunner, tokens: Sequence[int], layers: Sequence[int]) -> Tensor:
+    """What enters layers at every token of a text, side by side, [n, k D] in bfloat16."""
+    return _entered(runner, tokens, layers, lambda hidden: hidden)
+
+
+@torch.no_grad()
+def _entered(
+    runner: ModelRunner, tokens: Sequence[int], layers: Sequence[int], change: Callable[[Tensor], Tensor]
+) -> Tensor:
+    cache, plan = runner.new_cache(1), DepthPlan.full(runner.num_layers)
+    found: dict[int, list[Tensor]] = {layer: [] for layer in layers}
 
     def hook(layer: int, hidden: Tensor) -> None:
-        if layer == runner.num_layers:
-            found.append(runner.normed(hidden[0]).to("cpu", torch.bfloat16))
+        if layer in found:
+            found[layer].append(change(hidden[0]).to("cpu", torch.bfloat16, copy=True))
 
     for first in range(0, len(tokens), runner.prefill_chunk):
         piece = tokens[first : first + runner.prefill_chunk]
         runner.forward([SequenceChunk(0, piece, [0] * len(piece), plan, wanted=0)], cache, hook)
         cache.commit(0, range(len(piece)))
-    return torch.cat(found)
+    return torch.cat([torch.cat(pieces) for pieces in found.values()], 1)
 
 
 def _shards(folder: Path) -> list[Path]:

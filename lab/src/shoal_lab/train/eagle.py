@@ -8,7 +8,8 @@ model's states (arXiv 2401.15077), which tell more per token, because answers ar
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -28,9 +29,9 @@ _FADE = 0.8
 """Weight of a depth's loss relative to the previous depth's."""
 _LIKE = 3.0
 """Weight of the distance between outputs and states, relative to the cross-entropy."""
-_SHARDS = 12
+SHARDS = 12
 """Most shards that are used: a matrix needs no more."""
-_RIDGE = 1e-3
+RIDGE = 1e-3
 """Ridge, relative to the mean square of the inputs, so that few answers do not give large weights."""
 
 
@@ -40,12 +41,13 @@ def default_shape(hidden: int) -> LayerShape:
     return LayerShape(hidden, hidden * 8 // 3 // even * even, hidden // head_dim, head_dim)
 
 
-class EagleModule(PartModule):
-    """Trains the layer.
+class LayerModule(PartModule):
+    """Trains a layer that guesses from the model's states, and from its own outputs after the first guess.
 
     Args:
         base: the model.
         shape: shape of the layer.
+        sizes: of its tensors, by the names under which they ship.
         ids: the tokens that are guessed.
         rollout: depths to train.
         seed: of the first weights.
@@ -54,34 +56,24 @@ class EagleModule(PartModule):
     kind: ClassVar[str] = "eagle"
 
     def __init__(
-        self, base: Base, shape: LayerShape, ids: Sequence[int], rollout: int = 3, seed: int = 0
+        self, base: Base, shape: LayerShape, sizes: Mapping[str, tuple[int, ...]], ids: Sequence[int], rollout: int,
+        seed: int,
     ) -> None:
         super().__init__()
         self._base, self._shape, self._rollout = base, shape, rollout
         self.head = CutHead(base, ids)
-        hidden = shape.hidden
-        sizes = shape.sizes() | {FUSE: (hidden, 2 * hidden)} | dict.fromkeys(NORMS, (hidden,))
         self._names = {name: place for place, name in enumerate(sizes)}
         generator = torch.Generator().manual_seed(seed)
         self.weights = nn.ParameterList(_first(size, generator) for size in sizes.values())
-        with torch.no_grad():
-            self[FUSE][:, :hidden].add_(torch.eye(hidden))
-            self["norm.weight"].mul_(_SURE)
         self._frequencies = shape.theta ** (-torch.arange(0, shape.head_dim, 2) / shape.head_dim)
 
-    @override
-    @classmethod
-    def fresh(cls, base: Base, corpus: Corpus, ids: Sequence[int], depths: int | None, seed: int) -> EagleModule:
-        # Starts as the best linear guess, to which attention and MLP add nothing yet.
-        shape = default_shape(corpus.answers(0, validation=False)[0].states.shape[1])
-        module = cls(base, shape, ids, depths or 3, seed=seed)
-        matrix, sizes = linear_start(base, corpus, shape.eps)
-        with torch.no_grad():
-            module[FUSE].copy_(matrix)
-            module["norm.weight"].copy_(_LINEAR * sizes)
-            for name in ("self_attn.o_proj", "mlp.down_proj"):
-                module[f"layers.0.{name}.weight"].zero_()
-        return module
+    @abstractmethod
+    def outputs(self, batch: TextBatch) -> list[Tensor]:
+        """The outputs in place of the state behind token t + 1, [B, T - 1, D], at each depth."""
+
+    def apart(self, outputs: Tensor, states: Tensor, scale: Tensor) -> Tensor:
+        """What the loss of outputs [n, D] in place of states [n, D] has besides; `scale` is the size of states."""
+        return torch.zeros(())
 
     def __getitem__(self, name: str) -> Tensor:
         """A tensor by the name under which it ships."""
@@ -96,27 +88,13 @@ class EagleModule(PartModule):
         scale = batch.states[:, 1:][first].square().mean().sqrt()
         for depth, outputs in enumerate(self.outputs(batch)):
             asked = batch.guessed_from(depth, 2)[:, :-1]
-            loss, guesses = self.head.distilled(outputs[asked], batch.states[:, 1:][asked])
-            apart = smooth_l1_loss(outputs[asked] / scale, batch.states[:, 1:][asked] / scale)
-            total = total + _FADE**depth * (loss + _LIKE * apart)
+            wanted = batch.states[:, 1:][asked]
+            loss, guesses = self.head.distilled(outputs[asked], wanted)
+            total = total + _FADE**depth * (loss + self.apart(outputs[asked], wanted, scale))
             right = torch.zeros_like(asked)
             right[asked] = guesses == batch.tokens[:, 1:].roll(-1, 1)[asked]
             found.append(Guessed(_earlier(right, depth), _earlier(asked, depth)))
         return total, found
-
-    def outputs(self, batch: TextBatch) -> list[Tensor]:
-        """The outputs in place of the state behind token t + 1, [B, T - 1, D], at each depth."""
-        embedded = self._normed(self._base.embed(batch.tokens[:, 1:]), NORMS[1])
-        states, found = batch.states[:, :-1], []
-        keys: list[Tensor] = []
-        values: list[Tensor] = []
-        for _ in range(self._rollout):
-            x = linear(torch.cat([self._normed(states, NORMS[0]), embedded], -1), self[FUSE])
-            x = x + self._attention(self._normed(x, "layers.0.input_layernorm.weight"), keys, values)
-            x = x + self._mlp(self._normed(x, "layers.0.post_attention_layernorm.weight"))
-            found.append(self._normed(x, "norm.weight"))
-            states = pad(found[-1], (0, 0, 1, 0))[:, :-1]
-        return found
 
     @override
     def exported(self) -> dict[str, Tensor]:
@@ -162,6 +140,56 @@ class EagleModule(PartModule):
         return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
 
 
+class EagleModule(LayerModule):
+    """Trains the layer of Shoal's own form, which reads the model's last states.
+
+    Args:
+        base, shape, ids, rollout, seed: see `LayerModule`.
+    """
+
+    def __init__(
+        self, base: Base, shape: LayerShape, ids: Sequence[int], rollout: int = 3, seed: int = 0
+    ) -> None:
+        hidden = shape.hidden
+        sizes = shape.sizes() | {FUSE: (hidden, 2 * hidden)} | dict.fromkeys(NORMS, (hidden,))
+        super().__init__(base, shape, sizes, ids, rollout, seed)
+        with torch.no_grad():
+            self[FUSE][:, :hidden].add_(torch.eye(hidden))
+            self["norm.weight"].mul_(_SURE)
+
+    @override
+    @classmethod
+    def fresh(cls, base: Base, corpus: Corpus, ids: Sequence[int], depths: int | None, seed: int) -> EagleModule:
+        # Starts as the best linear guess, to which attention and MLP add nothing yet.
+        shape = default_shape(corpus.answers(0, validation=False)[0].states.shape[1])
+        module = cls(base, shape, ids, depths or 3, seed=seed)
+        matrix, sizes = linear_start(base, corpus, shape.eps)
+        with torch.no_grad():
+            module[FUSE].copy_(matrix)
+            module["norm.weight"].copy_(_LINEAR * sizes)
+            for name in ("self_attn.o_proj", "mlp.down_proj"):
+                module[f"layers.0.{name}.weight"].zero_()
+        return module
+
+    @override
+    def apart(self, outputs: Tensor, states: Tensor, scale: Tensor) -> Tensor:
+        return _LIKE * smooth_l1_loss(outputs / scale, states / scale)
+
+    @override
+    def outputs(self, batch: TextBatch) -> list[Tensor]:
+        embedded = self._normed(self._base.embed(batch.tokens[:, 1:]), NORMS[1])
+        states, found = batch.states[:, :-1], []
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        for _ in range(self._rollout):
+            x = linear(torch.cat([self._normed(states, NORMS[0]), embedded], -1), self[FUSE])
+            x = x + self._attention(self._normed(x, "layers.0.input_layernorm.weight"), keys, values)
+            x = x + self._mlp(self._normed(x, "layers.0.post_attention_layernorm.weight"))
+            found.append(self._normed(x, "norm.weight"))
+            states = pad(found[-1], (0, 0, 1, 0))[:, :-1]
+        return found
+
+
 def _first(size: tuple[int, ...], generator: torch.Generator) -> nn.Parameter:
     """First weights: ones for a norm, small random numbers for a matrix."""
     return nn.Parameter(torch.ones(size) if len(size) == 1 else torch.randn(size, generator=generator) * _SPREAD)
@@ -194,7 +222,7 @@ def linear_start(base: Base, corpus: Corpus, eps: float) -> tuple[Tensor, Tensor
     """
     squares = products = sizes = torch.zeros(())
     count = 0
-    for shard in range(min(_SHARDS, len(corpus.shards))):
+    for shard in range(min(SHARDS, len(corpus.shards))):
         for one in corpus.answers(shard, validation=False):
             first = max(0, one.prompt - 1)
             states = one.states[first:].float()
@@ -204,7 +232,7 @@ def linear_start(base: Base, corpus: Corpus, eps: float) -> tuple[Tensor, Tensor
             products = products + known.T @ states[1:]
             sizes = sizes + states[1:].square().sum(0)
             count += len(known)
-    ridge = _RIDGE * count * torch.eye(len(squares))
+    ridge = RIDGE * count * torch.eye(len(squares))
     matrix: Tensor = torch.linalg.solve(squares + ridge, products).T
     roots = (sizes / count).sqrt().clamp(min=1e-6)
     return matrix / roots[:, None], roots

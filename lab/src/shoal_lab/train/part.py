@@ -45,20 +45,24 @@ class TextBatch:
         tokens: int64 [B, T].
         states: float32 [B, T, D]; `states[:, t]` predicts token t + 1.
         prompts, lengths: int64 [B], tokens of the prompts and of the whole texts.
+        tapped: float32 [B, T, k D], what enters k layers, or None.
     """
 
     tokens: Tensor
     states: Tensor
     prompts: Tensor
     lengths: Tensor
+    tapped: Tensor | None = None
 
     @classmethod
     def of(cls, answers: Sequence[AnsweredText]) -> TextBatch:
         """A batch of answers."""
+        tapped = [one.tapped.float() for one in answers if one.tapped is not None]
         return cls(
             pad_sequence([one.tokens for one in answers], batch_first=True),
             pad_sequence([one.states.float() for one in answers], batch_first=True),
             torch.tensor([one.prompt for one in answers]), torch.tensor([len(one.tokens) for one in answers]),
+            pad_sequence(tapped, batch_first=True) if tapped else None,
         )
 
     def guessed_from(self, depth: int, ahead: int) -> Tensor:

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal.cli.options import bring
 from shoal.cli.options.parser import Parser, parse
 from shoal.errors import Unsupported
 from shoal.methods.common.combined import Combined
@@ -41,8 +42,9 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 def add_model(parser: Parser, dtype: str | None = None) -> None:
     """The options that say which model to load and how."""
     group = parser.add_argument_group("model")
-    group.add_argument("--model", metavar="M", help="folder, Hub id, GGUF file or known name; by default "
-                       "SmolLM2-135M-Instruct")
+    group.add_argument("--model", metavar="M", help="folder, GGUF file, or a name as for `shoal pull`; "
+                       "by default SmolLM2-135M-Instruct")
+    group.add_argument("--yes", action="store_true", help="fetch a model that is not here without asking")
     group.add_argument("--revision", metavar="R", help="branch, tag or commit on the Hub")
     group.add_argument("--dtype", choices=DTYPES, default=dtype, help="type of the weights and of the computation; by "
                        "default bfloat16 if the device computes it natively, else float32")
@@ -169,7 +171,11 @@ def make_scheduler(args: argparse.Namespace, engine: Engine, **more: Any) -> Sch
     """The scheduler that the options ask for."""
     from shoal.engine.scheduling.batching import Policy
     from shoal.engine.scheduling.scheduler import Scheduler
+    from shoal.speculative.draft import check_least
 
+    for option in ("max_seqs", "max_waiting", "prefill_chunk"):
+        if (count := getattr(args, option, None)) is not None:
+            check_least(f"--{option.replace('_', '-')}", count, 1)
     patience = math.inf if args.patience is None else args.patience
     kv, prefixes = (None if gib is None else int(gib * 2**30) for gib in (args.kv_gib, args.prefix_gib))
     return Scheduler(engine, policy=Policy(args.admission, patience), max_seqs=args.max_seqs, kv_bytes=kv,
@@ -223,6 +229,7 @@ def load_engine(
     if chats:
         template.begin()
     limit = memory_limit(args)
+    bring.ready(args.model, args.revision, yes=args.yes)
     try:
         engine = load(args.model, dtype=args.dtype, device=args.device, quant=args.quant, backend=args.backend,
                     revision=args.revision, trust_remote_code=args.trust_remote_code,

@@ -64,7 +64,10 @@ class StopState:
     Attributes:
         room: how many more tokens the limits allow.
         finish_reason: why the sequence ended; None while it runs. "length" from the start if there is no room.
+        stop_string: the stop string that ended it, if one did.
     """
+
+    stop_string: str | None = None
 
     def __init__(self, rules: StopRules, tokenizer: Any | None, prompt_ids: Sequence[int]) -> None:
         if rules.stop_strings and tokenizer is None:
@@ -142,14 +145,18 @@ class StopState:
     def _release(self) -> str:
         """The held text without the longest suffix that may begin a stop string."""
         text, stops = self._held, self._rules.stop_strings
-        at = len(text) - max([_overlap(text, stop) for stop in stops]) if stops else len(text)
+        at = len(text) - max([overlap(text, stop) for stop in stops]) if stops else len(text)
         self._held = text[at:]
         return text[:at]
 
     def _find(self, text: str) -> int | None:
         """Index at which the first stop string cuts the text; None without one."""
         found = [(at, at + len(stop)) for stop in self._rules.stop_strings if (at := text.find(stop)) >= 0]
-        return min(found)[self._rules.keep_stop] if found else None
+        if not found:
+            return None
+        begin, end = min(found)
+        self.stop_string = text[begin:end]
+        return end if self._rules.keep_stop else begin
 
 
 def _truth(criterion: Criterion, found: Any) -> bool:
@@ -161,7 +168,7 @@ def _truth(criterion: Criterion, found: Any) -> bool:
                          "True or False, or a tensor or list of them") from None
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)

@@ -13,9 +13,11 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from shoal.engine.loading.generation_config import of_file, recommended
+from shoal.engine.loading.generation_config import DRAWING, of_file, recommended
 from shoal.engine.loading.gguf_checkpoint import GgufCheckpoint, is_gguf
 from shoal.errors import LAB_INSTALL, Unsupported, told_by_transformers
+from shoal.hub.names import entry_of
+from shoal.hub.places import find
 from shoal.model.config import WIDTHS, check_sizes
 from shoal.model.gguf.splits import only_model
 from shoal.model.modules import check_loading_info, check_quantised, class_of, loaded, quantised_by
@@ -52,12 +54,14 @@ class Checkpoint:
     """A checkpoint by its name. Nothing is read before it is needed, be it by a transform.
 
     Args:
-        name: folder, Hub id or `.gguf` file.
+        name: folder, `.gguf` file, or a name of the Hub, of which files that are here are read without the network.
         revision: branch, tag or commit on the Hub.
         trust_remote_code: whether Python code that comes with it may run.
         transform: changes config and weights of a decoder as they are loaded; None for no change.
 
     Attributes:
+        place: the folder or Hub id to load from.
+        file: the GGUF file, else None.
         changed: the weights by name where they are not those of the files, else None.
 
     Raises:
@@ -69,9 +73,9 @@ class Checkpoint:
         self, name: str, revision: str | None, trust_remote_code: bool, transform: Transform | None = None
     ) -> None:
         self.name, self.revision = name, revision
-        self.place, file = _place(name)
+        self.place, self.file = _place(name, revision)
         self._options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-        self._gguf = None if file is None else GgufCheckpoint(file)
+        self._gguf = None if self.file is None else GgufCheckpoint(self.file)
         if revision is not None:
             self._options["revision"] = revision
         self.changed: Source | None = None
@@ -165,9 +169,17 @@ class Checkpoint:
         except OSError:
             return None
 
-    def sampling(self, generation_config: Any) -> dict[str, float]:
-        """What the makers recommend for `Sampling`: in a GGUF file's metadata, elsewhere in the generation config."""
-        return recommended(generation_config) if self._gguf is None else of_file(self._gguf.entry)
+    def sampling(self, generation_config: Any) -> tuple[dict[str, float], str]:
+        """What the makers recommend for `Sampling`, and where it stands: "files", an address, or nowhere.
+
+        The files are a GGUF file's metadata, else the generation config. Where they do not say how to draw, the table
+        of short names may.
+        """
+        said = recommended(generation_config) if self._gguf is None else of_file(self._gguf.entry)
+        entry = None if any(name in said for name in DRAWING) else entry_of(self.name)
+        if entry is None or not entry.sampling:
+            return said, "files" if said else ""
+        return {**entry.sampling, **said}, entry.sampling_source
 
     def ends(self) -> dict[str, Any]:
         """What the files themselves say of where an answer ends: options of `eos_ids`."""
@@ -278,9 +290,11 @@ def shown_name(model: str) -> str:
     return path.name if path.is_absolute() or path.exists() else model
 
 
-def _place(name: str) -> tuple[str, Path | None]:
+def _place(name: str, revision: str | None = None) -> tuple[str, Path | None]:
     """The folder or Hub id to load from and None, or the folder of a GGUF file and that file."""
     path = Path(name)
+    if not path.exists() and (held := find(name, revision)) is not None:
+        return (os.fspath(held), None) if held.is_dir() else (os.fspath(held.parent), held)
     if path.is_dir():
         if path.suffix.lower() == ".gguf":
             raise ValueError(f"{name!r} is a folder; give the .gguf file in it")

@@ -50,8 +50,9 @@ def load(
     """An engine for a decoder-only language model.
 
     Args:
-        model: folder or Hub id of a model in the Hugging Face format, a `.gguf` file, a name that `catalog.find` knows,
-            or a loaded transformers model, which is never changed. None is `catalog.DEFAULT`, SmolLM2-135M-Instruct.
+        model: folder of a model in the Hugging Face format, a `.gguf` file, a name that `catalog.find` or `shoal.hub`
+            knows, such as a Hub id, or a loaded transformers model, which is never changed. None is `catalog.DEFAULT`,
+            SmolLM2-135M-Instruct.
         tokenizer: a transformers tokenizer, or where to load one from; None takes the model's own.
         dtype: weights and computation; None is bfloat16 where the device computes it natively, else float32.
         device: None is CUDA where there is one, else the CPU.
@@ -97,8 +98,7 @@ def load(
             _check_decoder(files.config())
             files = Checkpoint(model, revision, trust_remote_code, transform)
         if limit is not None and transform is None:
-            place = model if os.path.isfile(model) else files.place
-            limit.check_weights(f"the model {model!r}", weights_on_disk(place, kind, quant))
+            limit.check_weights(f"the model {model!r}", weights_on_disk(str(files.file or files.place), kind, quant))
         return _limited(_from_files(files, tokenizer, kind, where, quant, backend), limit)
     if transform is not None:
         remedy = "Give its folder, Hub id or GGUF file"
@@ -159,9 +159,11 @@ def _engine(
     made = Engine(runner, tokenizer, model_name=name, eos_token_ids=eos, card=card, model=model, open_model=open_extra,
                   generation_rules=generation_settings(generation))
     made.sampling, made.masked = recommended(generation), masked_of(config)
+    made.sampling_from = "files" if made.sampling else ""
     made.parallel = parallel_token(config)
     if files is not None:
-        made.sampling, made.changed, made.changes = files.sampling(generation), files.changed, files.changes
+        made.sampling, made.sampling_from = files.sampling(generation)
+        made.changed, made.changes = files.changed, files.changes
         made.mtp = files.mtp
     return made
 

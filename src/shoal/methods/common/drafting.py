@@ -23,6 +23,7 @@ from shoal.speculative.cost.policy import Goodput, Width
 
 if TYPE_CHECKING:
     from shoal.decode.rules.accept import Rule
+    from shoal.speculative.drafters.assistant import AssistantProposer
     from shoal.speculative.drafters.dflash import DFlashProposer
     from shoal.speculative.drafters.state_heads import StateHeadsProposer
     from shoal.speculative.eagle import LayerProposer
@@ -195,9 +196,9 @@ def _short(value: object) -> str:
 
 
 T = TypeVar("T")
-Chains: TypeAlias = "LayerProposer | DFlashProposer | StateHeadsProposer"
+Chains: TypeAlias = "LayerProposer | DFlashProposer | StateHeadsProposer | AssistantProposer"
 """Proposers that know the shape of their trees."""
-_BY_OTHERS = ("dflash", "mlp_speculator")
+_BY_OTHERS = ("dflash", "mlp_speculator", "mtp")
 """Methods whose drafters other tools train."""
 
 
@@ -304,6 +305,10 @@ def drafting_by(folder: str | None, info: ModelInfo, length: int, stop: float) -
         from shoal.speculative.eagle import LayerProposer
 
         return LayerProposer(part, Branching((1,) * length), stop)
+    if kind == "mtp":
+        from shoal.speculative.drafters.assistant import AssistantProposer
+
+        return AssistantProposer(part, Branching((1,) * length), stop)
     from shoal.speculative.drafters.state_heads import StateHeadsProposer
 
     return StateHeadsProposer(part, Branching((1,) * min(length, part.count)), stop)

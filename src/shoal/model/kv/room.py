@@ -20,7 +20,7 @@ from shoal.model.kv.cache import KVCache
 from shoal.model.kv.form import Store, slot_bytes
 from shoal.model.kv.layer import WINDOW_SLACK
 from shoal.model.kv.memory import is_paged
-from shoal.model.runner import ModelRunner
+from shoal.model.runner import ModelRunner, Storing
 
 STATES = 3
 """Of a sequence in a recurrent layer: the committed one, a snapshot after the prompt, and that of a forward.
@@ -59,7 +59,7 @@ class KVRoom:
 
     def need(
         self, plan: DepthPlan, prompt: int, answer: int, guesses: int = 0, kept: Callable[[int], int] | None = None,
-        store: Store | None = None, second: ModelRunner | None = None, second_reads: int | None = None, extra: int = 0,
+        store: Store | None = None, second: Storing | None = None, second_reads: int | None = None, extra: int = 0,
         marks: int = 0,
     ) -> Need:
         """The most that a sequence can store.
@@ -71,7 +71,7 @@ class KVRoom:
             guesses: most draft nodes of a forward.
             kept: maps a number of positions to the most slots kept, in layers without a window; None keeps all.
             store: the form in which the sequence is stored; None for the place.
-            second: a second model that reads the sequence with all its layers.
+            second: a second model, or several, that read the sequence with all their layers.
             second_reads: most positions that the second model stores; None for the whole sequence.
             extra: other bytes that the sequence needs.
             marks: lengths of the prompt after which recurrent layers keep snapshots of their states.
@@ -130,7 +130,7 @@ class KVRoom:
         return sum(map(mul, slots, self._sizes))
 
 
-def _whole(runner: ModelRunner, length: int) -> int:
+def _whole(runner: Storing, length: int) -> int:
     """Bytes of `length` positions in all layers of a model, and of its states."""
     ends = (length if window is None else min(length, window + WINDOW_SLACK) for window in runner.windows)
     positions: int = sum(map(mul, ends, runner.position_bytes))

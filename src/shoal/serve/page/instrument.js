@@ -168,7 +168,7 @@ function request(method) {
   const body = {
     model: model.model, ...said, ...method, max_tokens: number("tokens"), temperature: number("temperature"),
     seed: number("seed"), stream: true, stream_options: { include_usage: true }, steps: true, metrics: true,
-    canvas: true,
+    canvas: true, ...(chat ? { reasoning_format: "none" } : {}),
   };
   return { path: chat ? "v1/chat/completions" : "v1/completions", body };
 }

@@ -19,6 +19,7 @@ from shoal.errors import json_object
 from shoal.serve.errors import ApiError, refused
 from shoal.serve.protocol.fields import CHAT, COMPLETION, Unread, sorted_out
 from shoal.serve.protocol.formats import constraint_of
+from shoal.serve.protocol.thoughts import Shown
 from shoal.serve.protocol.tools import Tools, tools_of
 
 Checked = TypeVar("Checked", bound=BaseModel)
@@ -37,7 +38,12 @@ _MOST_STOPS = 256
 _LENGTHS = ("max_tokens", "max_completion_tokens", "n_predict", "num_predict", "max_new_tokens")
 _NO_LIMIT = (-1, -2)
 """No limit, and until the context is full, in llama.cpp and Ollama; here both mean the same."""
-_STREAMED, _EFFORT = ("include_usage", "continuous_usage_stats"), ("effort", "summary", "generate_summary", "exclude")
+_STREAMED = ("include_usage", "continuous_usage_stats")
+_EFFORT = ("effort", "summary", "generate_summary", "exclude", "enabled", "max_tokens")
+_OF_CHATS = ("chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+_OF_THOUGHTS = {"reasoning_format": (None, "none", "raw", "auto"), "include_reasoning": (True,),
+                "thinking_token_budget": (None, -1), "reasoning_budget_tokens": (None, -1)}
+"""Fields that would bind thoughts, and what they may say where there are none."""
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 
 
@@ -84,6 +90,12 @@ class Extras(BaseModel):
     guided_choice: list[str] | None = Field(default=None, max_length=1024)
     guided_members: str | None = None
     cache_salt: str | None = Field(default=None, max_length=256)
+    reasoning_format: Literal["none", "auto", "deepseek", "raw", "parsed", "hidden"] | None = None
+    include_reasoning: bool = True
+    separate_reasoning: bool = True
+    reasoning_in_content: bool = False
+    thinking_token_budget: int | None = Field(default=None, ge=-1, le=1 << 30)
+    reasoning_budget_tokens: int | None = Field(default=None, ge=-1, le=1 << 30)
 
 
 class Body(Extras):
@@ -91,7 +103,7 @@ class Body(Extras):
 
     unread: ClassVar[Mapping[str, Unread]]
 
-    model: str
+    model: str = ""
     n: int = Field(default=1, ge=1, le=128)
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
@@ -193,13 +205,29 @@ class ChatBody(Body):
 
     def variables(self, tools: Tools | None, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Variables of the chat template, in addition to the messages, and where the answer to these begins."""
-        told = self.reasoning_effort or (self.reasoning or {}).get("effort")
+        asked = self.reasoning or {}
+        told = self.reasoning_effort or asked.get("effort")
         effort: dict[str, Any] = {} if told is None else {"reasoning_effort": told}
-        if self.enable_thinking is not None:
-            effort["enable_thinking"] = self.enable_thinking
+        thinks = next((said for said in (self.enable_thinking, asked.get("enabled")) if said is not None), None)
+        if thinks is not None or told == "none":
+            effort |= dict.fromkeys(("enable_thinking", "thinking"), bool(thinks))  # templates name it either way
         offered = {} if tools is None else {"tools": list(tools.offered)}
         begins = opening(messages, self.add_generation_prompt, self.continue_final_message)
         return {**effort, **self.chat_template_kwargs, **offered, **begins}
+
+    @property
+    def thoughts_shown(self) -> Shown:
+        """Where thoughts are told."""
+        if not self.include_reasoning or self.reasoning_format == "hidden" or (self.reasoning or {}).get("exclude"):
+            return "hidden"
+        within = self.reasoning_format in ("none", "raw") or not self.separate_reasoning or self.reasoning_in_content
+        return "within" if within else "beside"
+
+    @property
+    def thoughts_limit(self) -> int | None:
+        """Most tokens of thoughts; None for no limit."""
+        asked = (self.thinking_token_budget, self.reasoning_budget_tokens, (self.reasoning or {}).get("max_tokens"))
+        return min((most for most in asked if most not in (None, -1)), default=None)
 
     @property
     @override
@@ -216,6 +244,8 @@ class ChatBody(Body):
         if wrong := sorted(name for name, value in (self.reasoning or {}).items()
                            if name not in _EFFORT and value not in (None, False)):
             raise refused("reasoning", f"reasoning.{wrong[0]} is not supported; give effort, or chat_template_kwargs")
+        if type(most := (self.reasoning or {}).get("max_tokens", 0)) is not int or most < -1:
+            raise refused("reasoning", f"reasoning.max_tokens is {most!r:.50}; it must be a whole number >= -1")
         if self.continue_final_message and self.add_generation_prompt:
             raise refused("continue_final_message", "continue_final_message continues the last message, and "
                           "add_generation_prompt begins a new one; give one of them")
@@ -234,6 +264,7 @@ class CompletionBody(Body):
     logprobs: Annotated[int, Field(ge=0, le=20)] | Literal[False] | None = None
     echo: bool = False
     best_of: int | None = Field(default=None, ge=1, le=128)
+    suffix: str = ""
 
     @property
     @override
@@ -248,9 +279,12 @@ class CompletionBody(Body):
     @override
     def check(self) -> None:
         super().check()
-        for name in ("chat_template_kwargs", "add_generation_prompt", "continue_final_message"):
-            if getattr(self, name):
-                raise refused(name, "completions go through no chat template")
+        wrong = [name for name in _OF_CHATS if getattr(self, name)]
+        wrong += [name for name, neutral in _OF_THOUGHTS.items() if getattr(self, name) not in neutral]
+        if wrong:
+            raise refused(wrong[0], "completions go through no chat template")
+        if self.suffix and self.echo:
+            raise refused("echo", "with a suffix there is no one prompt to repeat; leave echo out")
         if self.best_of is not None and (self.best_of < self.n or (self.stream and self.best_of > self.n)):
             raise refused("best_of", "best_of must be at least n, and no more than n in a stream")
 
@@ -265,9 +299,14 @@ class PlanBody(BaseModel):
     max_tokens: int = Field(default=64, ge=1, le=1 << 20)
 
 
-def parse(raw: bytes, kind: type[Asked], strict: bool) -> tuple[Asked, list[str]]:
-    """A request for text from its bytes, and the names of its fields without effect; ApiError 400 if it is wrong."""
-    kept, ignored = sorted_out(read(raw), kind.model_fields, kind.unread, strict)
+def with_model(given: Mapping[str, Any], served: str) -> dict[str, Any]:
+    """A request's fields; one that names no model means the one that is served."""
+    return {**given, "model": served} if given.get("model") is None else dict(given)
+
+
+def parse(given: Mapping[str, Any], kind: type[Asked], strict: bool) -> tuple[Asked, list[str]]:
+    """A request for text, checked, and the names of its fields without effect; ApiError 400 if it is wrong."""
+    kept, ignored = sorted_out(given, kind.model_fields, kind.unread, strict)
     body = validated(kept, kind)
     body.check()
     return body, ignored

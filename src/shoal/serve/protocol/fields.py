@@ -36,7 +36,6 @@ _MEDIA = "the model reads text only"
 _SPREAD = "one process reads prompts and answers them"
 _ROUTED = "there is one engine, and requests are taken in the order in which they come"
 _HIDDEN = "the model's internals are not reported"
-_THOUGHTS = "thoughts stay in the text where the model puts them"
 _TAGS = "an answer is bound from its first token to its last; give a schema, a pattern or a grammar"
 
 OF_PEERS: dict[str, Unread] = {
@@ -68,8 +67,6 @@ OF_PEERS: dict[str, Unread] = {
     "watermarking": Refused("answers have no watermark", (False,)),
     "repetition_detection": Refused("use `repetition_penalty`, or `stop`"),
     "stop_regex": Refused("use `stop`, or bind the answer by `guided_regex`", ([], "")),
-    **dict.fromkeys(("thinking_token_budget", "reasoning_budget_tokens"),
-                    Refused("thoughts are not counted apart; use `max_tokens`", (-1,))),
     **dict.fromkeys(("custom_logit_processor", "logits_processors"), Refused("a request brings no code", ([], ""))),
     "custom_params": Ignored("read by a request's own code, which is refused", ({},)),
     "vllm_xargs": Refused("there are no extensions; see `method_args`", ({},)),
@@ -127,11 +124,8 @@ OF_PEERS: dict[str, Unread] = {
     "sse_ping_interval": Ignored("a stream is silent between tokens"),
     "stream_interval": Ignored("tokens come as they are made", (1,)),
     "verbose": Ignored("`metrics` and `steps` have more", (False,)),
-    "include_reasoning": Refused(_THOUGHTS, (True,)),
-    "separate_reasoning": Ignored(_THOUGHTS, (False,)),
-    **dict.fromkeys(("stream_reasoning", "reasoning_in_content"), Ignored(_THOUGHTS, (True,))),
-    "reasoning_format": Refused(_THOUGHTS, ("none", "auto")),
-    "reasoning_control": Refused("use `max_tokens`", (False,)),
+    "stream_reasoning": Ignored("thoughts come as they are made", (True,)),
+    "reasoning_control": Refused("use `reasoning_budget_tokens`", (False,)),
     "parse_tool_calls": Refused("calls are read where `tools` are given", (True,)),
     "_debug_render_only": Refused("ask `/tokenize`", (False,)),
     # how a request is carried
@@ -186,9 +180,10 @@ COMPLETION: dict[str, Unread] = {
     "top_logprobs": Refused("use `logprobs`, a number in completions", (0,)),
     **dict.fromkeys(
         ("reasoning_effort", "reasoning", "enable_thinking"), Ignored("completions go through no chat template")),
-    "suffix": Refused("the model continues texts, it fills no gaps", ("",)),
 }
 """Of `/v1/completions`."""
+INFILL: dict[str, Unread] = {**COMPLETION, "t_max_prompt_ms": Ignored("a prompt is read whole")}
+"""Of `/infill`."""
 RESPONSES: dict[str, Unread] = {
     **OF_PEERS,
     **_STATELESS,
@@ -207,6 +202,33 @@ RESPONSES: dict[str, Unread] = {
     "image": Refused("the model makes text only"),
 }
 """Of `/v1/responses`."""
+OLLAMA: dict[str, Unread] = {
+    **{name: field for name, field in OF_PEERS.items() if name not in ("system", "think", "raw")},
+    "truncate": Refused("a prompt is read as it is; shorten it", (False,)),
+    "shift": Ignored("a text that fills the context ends", (False,)),
+    **dict.fromkeys(("logprobs", "top_logprobs"), Refused(_ASK_CHATS, (False, 0))),
+    **dict.fromkeys(("width", "height"), Refused("the model makes text only", (0,))),
+}
+"""Of `/api/chat` and `/api/generate`."""
+_KEPT_WHOLE: tuple[Any, ...] = ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]})
+MESSAGES: dict[str, Unread] = {
+    **{name: field for name, field in OF_PEERS.items() if name not in ("system", "thinking")},
+    "metadata": Ignored("nothing is stored", ({},)),
+    "service_tier": Ignored("there is one tier", ("auto", "standard_only")),
+    "cache_control": Ignored("the cache matches prompts by their beginnings only"),
+    "speed": Ignored("there is one speed", ("standard",)),
+    **dict.fromkeys(("billing_policy", "fallback_credit_token", "inference_geo", "user_profile_id", "workspace_id"),
+                    Ignored("the server has no accounts")),
+    "betas": Ignored("the server has no features on trial", ([],)),
+    "diagnostics": Ignored("nothing is stored"),
+    "fallbacks": Refused("there is no other model", ([],)),
+    "container": Refused("the server runs no code"),
+    "mcp_servers": Refused("the server calls no tools itself", ([],)),
+    "context_management": Refused("send what the model is to see", _KEPT_WHOLE),
+    "compaction": Refused("send what the model is to see"),
+    "thread": Refused("nothing is stored: send the whole conversation"),
+}
+"""Of `/v1/messages`."""
 IGNORED = "x-shoal-ignored"
 """The response header with the names of the request's fields that had no effect."""
 _MOST_NAMED = 64

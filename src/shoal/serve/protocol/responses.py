@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from shoal.engine.scheduling.request_handle import Placed
 from shoal.serve.errors import ApiError, refused
-from shoal.serve.protocol.tools import CallReader, Tools
+from shoal.serve.protocol.thoughts import Reading
 from shoal.serve.protocol.wire import Json, Wire, event
 from shoal.types import Result, Step
 
@@ -23,7 +23,7 @@ class ResponseBody(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    model: str
+    model: str = ""
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: int | None = None
@@ -40,6 +40,7 @@ class ResponseBody(BaseModel):
 
 _OF_ITEMS = ("type", "id", "status", "phase")
 """Fields of a message in an answer, besides role and content."""
+_PARTS, _PREFIXES = {"message": "output_text", "reasoning": "reasoning_text"}, {"message": "msg", "reasoning": "rs"}
 _SAME = ("model", "temperature", "top_p", "parallel_tool_calls", "stream", "user")
 
 
@@ -54,15 +55,16 @@ def as_chat(given: Mapping[str, Any]) -> Json:
     chat["tools"] = [_nested(tool) for tool in tools]
     choice = given.get("tool_choice")
     chat["tool_choice"] = _nested(choice) if isinstance(choice, Mapping) else choice
-    wanted = _part(given, "text").get("format")
+    wanted = part_of(given, "text").get("format")
     if isinstance(wanted, Mapping) and wanted.get("type") == "json_schema":
         wanted = {"type": "json_schema", "json_schema": {name: wanted[name] for name in wanted if name != "type"}}
     chat["response_format"] = wanted
-    chat["reasoning_effort"] = _part(given, "reasoning").get("effort")
+    chat["reasoning_effort"] = part_of(given, "reasoning").get("effort")
     return chat
 
 
-def _part(given: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def part_of(given: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A field that is an object, {} where it is missing; ApiError 400 where it is something else."""
     value = given.get(name) or {}
     if not isinstance(value, Mapping):
         raise refused(name, f"{name} must be an object")
@@ -116,9 +118,8 @@ def _text(content: Any) -> Any:
 class ResponseWire(Wire):
     """Writes the answer to a chat, whole or as events."""
 
-    def __init__(self, chat: Mapping[str, Any], tools: Tools | None) -> None:
-        self._chat, self._tools = chat, tools
-        self._reader = None if tools is None else CallReader(tools)
+    def __init__(self, chat: Mapping[str, Any], reading: Reading) -> None:
+        self._chat, self._reader = chat, reading.reader()
         self._id, self._made = f"resp_{uuid.uuid4().hex}", int(time.time())
         self._items: list[Json] = []
         self._events = 0
@@ -132,53 +133,57 @@ class ResponseWire(Wire):
     @override
     def opening(self, count: int) -> str:
         begun = self._response(None, None)
-        return _text_of(self._event(f"response.{kind}", response=begun) for kind in ("created", "in_progress"))
+        return text_of(self._event(f"response.{kind}", response=begun) for kind in ("created", "in_progress"))
 
     @override
     def events(self, came: Sequence[tuple[int, Step | Placed]], usage: Json | None) -> str:
         steps = (item for _, item in came if isinstance(item, Step))
-        return _text_of(one for step in steps for one in self._read(step.text, step.finish_reason))
+        return text_of(one for step in steps for one in self._read(step.text, step.finish_reason))
 
     @override
     def closing(self, results: Sequence[Result], usage: Json, more: Json) -> str:
         reason = results[0].finish_reason
         kind = "incomplete" if reason == "length" else "completed"
-        return _text_of([self._event(f"response.{kind}", response=self._response(reason, usage))])
+        return text_of([self._event(f"response.{kind}", response=self._response(reason, usage))])
 
     @override
     def error(self, error: ApiError) -> str:
-        return _text_of([self._event("error", message=error.message, code=error.code, param=error.param)])
+        return text_of([self._event("error", message=error.message, code=error.code, param=error.param)])
 
     def _read(self, text: str, reason: str | None) -> Iterator[Json]:
         """Events of a piece of text; with a finish reason, it is the last one."""
-        last, reader = reason is not None, self._reader
-        delta: Json = {"content": text} if reader is None else reader.read(text, last, reason == "length")
+        last = reason is not None
+        delta = self._reader.read(text, last, reason == "length")
+        if delta.get("reasoning_content"):
+            yield from self._say("reasoning", delta["reasoning_content"])
         if delta.get("content"):
-            yield from self._speak(delta["content"])
+            yield from self._say("message", delta["content"])
         for call in delta.get("tool_calls", ()):
             yield from self._finish()
             yield from self._call(call)
         if last:
             yield from self._finish()
 
-    def _speak(self, text: str) -> Iterator[Json]:
-        """Events of a piece of a message; begins one if none is open."""
-        if not self._items or self._items[-1]["status"] == "completed":
-            item = {"type": "message", "id": f"msg_{uuid.uuid4().hex}", "role": "assistant", "content": [],
+    def _say(self, kind: str, text: str) -> Iterator[Json]:
+        """Events of a piece of an item of that kind, a message or thoughts; begins one if none is open."""
+        if not self._items or self._items[-1]["status"] == "completed" or self._items[-1]["type"] != kind:
+            yield from self._finish()
+            own: Json = {"role": "assistant"} if kind == "message" else {"summary": []}
+            item = {"type": kind, "id": f"{_PREFIXES[kind]}_{uuid.uuid4().hex}", **own, "content": [],
                     "status": "in_progress"}
             yield self._event("response.output_item.added", output_index=len(self._items), item=dict(item))
-            self._items.append({**item, "content": [_part_of("")]})
-            yield self._in_text("response.content_part.added", part=_part_of(""))
+            self._items.append({**item, "content": [_part(kind, "")]})
+            yield self._in_text("response.content_part.added", part=_part(kind, ""))
         self._items[-1]["content"][0]["text"] += text
-        yield self._in_text("response.output_text.delta", delta=text, logprobs=[])
+        yield self._in_text(f"response.{_PARTS[kind]}.delta", delta=text, **_logprobs(kind))
 
     def _finish(self) -> Iterator[Json]:
-        """Events that end the open message, if there is one."""
+        """Events that end the open item, if there is one."""
         if self._items and self._items[-1]["status"] == "in_progress":
             item, text = self._items[-1], self._items[-1]["content"][0]["text"]
-            item["status"] = "completed"
-            yield self._in_text("response.output_text.done", text=text, logprobs=[])
-            yield self._in_text("response.content_part.done", part=_part_of(text))
+            kind, item["status"] = item["type"], "completed"
+            yield self._in_text(f"response.{_PARTS[kind]}.done", text=text, **_logprobs(kind))
+            yield self._in_text("response.content_part.done", part=_part(kind, text))
             yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
 
     def _call(self, call: Mapping[str, Any]) -> Iterator[Json]:
@@ -218,16 +223,23 @@ class ResponseWire(Wire):
         }  # fmt: skip
 
 
-def _part_of(text: str) -> Json:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _part(kind: str, text: str) -> Json:
+    more: Json = {"annotations": [], "logprobs": []} if kind == "message" else {}
+    return {"type": _PARTS[kind], "text": text, **more}
+
+
+def _logprobs(kind: str) -> Json:
+    return {"logprobs": []} if kind == "message" else {}
 
 
 def _usage(usage: Mapping[str, Any]) -> Json:
     more = {name: usage[name] for name in ("draft_n", "draft_n_accepted") if name in usage}
+    thought = usage.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
     return {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"],
-            "total_tokens": usage["total_tokens"], "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage["total_tokens"], "output_tokens_details": {"reasoning_tokens": thought},
             "input_tokens_details": {"cache_write_tokens": 0, **usage["prompt_tokens_details"]}, **more}
 
 
-def _text_of(events: Iterable[Json]) -> str:
+def text_of(events: Iterable[Json]) -> str:
+    """Server-sent events that bear the names of their types."""
     return "".join(event(one, one["type"]) for one in events)

@@ -16,7 +16,7 @@ from shoal.engine.scheduling.request_handle import Placed
 from shoal.serve.errors import ApiError
 from shoal.serve.protocol.bodies import Body
 from shoal.serve.protocol.logprobs import Echo, Offsets, TokenNames
-from shoal.serve.protocol.tools import CallReader, Tools
+from shoal.serve.protocol.thoughts import AnswerReader, Reading
 from shoal.types import Result, Step, TokenLogprob, finite_logprob
 
 Json = dict[str, Any]
@@ -25,7 +25,13 @@ _Listed = tuple[TokenLogprob, int, bool]
 
 
 class Wire(ABC):
-    """One form of answers: whole, or as server-sent events."""
+    """One form of answers: whole, or as server-sent events.
+
+    Attributes:
+        media: the media type of a stream.
+    """
+
+    media = "text/event-stream"
 
     @abstractmethod
     def whole(self, results: Sequence[Result], usage: Json) -> Json:
@@ -120,14 +126,14 @@ class ChoicesWire(Wire):
 
 
 class ChatWire(ChoicesWire):
-    """`/v1/chat/completions`; `tools` are those that the answer may call, None for text alone."""
+    """`/v1/chat/completions`; `reading` says how the answer's text is read."""
 
     name, empty = "delta", {}
 
-    def __init__(self, body: Body, names: TokenNames, tools: Tools | None = None) -> None:
+    def __init__(self, body: Body, names: TokenNames, reading: Reading) -> None:
         super().__init__(body, "chatcmpl", "chat.completion", "chat.completion.chunk", names)
-        self._tools = tools
-        self._readers: dict[int, CallReader] = {}
+        self._reading = reading
+        self._readers: dict[int, AnswerReader] = {}
 
     @override
     def _begun(self, index: int) -> Json | None:
@@ -140,11 +146,9 @@ class ChatWire(ChoicesWire):
 
     def _said(self, index: int, text: str, reason: str | None) -> tuple[Json, str | None]:
         """The delta of a piece of text, and the finish reason; a call that the request named is a plain end."""
-        if self._tools is None:
-            return ({"content": text} if text else {}), reason
-        reader = self._readers.setdefault(index, CallReader(self._tools))
-        delta = reader.read(text, reason is not None, reason == "length")
-        return delta, "tool_calls" if reason == "stop" and reader.calls and not self._tools.named else reason
+        reader = self._readers.get(index) or self._readers.setdefault(index, self._reading.reader())
+        delta, tools = reader.read(text, reason is not None, reason == "length"), self._reading.tools
+        return delta, "tool_calls" if reason == "stop" and reader.calls and not (tools and tools.named) else reason
 
     @override
     def whole(self, results: Sequence[Result], usage: Json) -> Json:
@@ -242,7 +246,9 @@ def _others(result: Result) -> Json:
 def _message(delta: Json) -> Json:
     calls = [{name: value for name, value in call.items() if name != "index"} for call in delta.get("tool_calls", ())]
     content = delta.get("content", None if calls else "")
-    return {"role": "assistant", "content": content, "refusal": None, **({"tool_calls": calls} if calls else {})}
+    thought = {name: delta[name] for name in ("reasoning_content",) if name in delta}
+    return {"role": "assistant", "content": content, "refusal": None, **thought,
+            **({"tool_calls": calls} if calls else {})}
 
 
 def event(value: Json, kind: str = "") -> str:

@@ -8,13 +8,14 @@ from typing import Any
 from shoal.model.runner import ModelRunner
 from shoal.speculative import eagle_checkpoint
 from shoal.speculative.drafter_files import kind_of
-from shoal.speculative.drafters import dflash_checkpoint, medusa, mlp_speculator
+from shoal.speculative.drafters import assistant, dflash_checkpoint, medusa, mlp_speculator
 from shoal.speculative.drafters.dflash import DFlashHead
 from shoal.speculative.layer_head import CheckpointHead
 
 _FORMS: dict[str, tuple[Callable[[str], Any], Callable[[ModelRunner, Any], Any]]] = {
     "eagle": (eagle_checkpoint.read, CheckpointHead), "dflash": (dflash_checkpoint.read, DFlashHead),
     "medusa": (medusa.read, medusa.ResidualHeads), "mlp_speculator": (mlp_speculator.read, mlp_speculator.MlpHeads),
+    "mtp": (assistant.read, assistant.Assistant),
 }
 
 
