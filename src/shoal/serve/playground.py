@@ -1,6 +1,7 @@
 """Serves the page at `/`, a chat and a comparison of methods.
 
-It gives out the page's files, the methods with their options, and the layers that a method would run.
+It gives out the page's files, the methods with their options, and the layers that a method would run. For everything
+else the page uses the routes of all clients. It is told only of what the operator's settings allow.
 """
 
 from __future__ import annotations

@@ -7,13 +7,14 @@ import { Knobs } from "./knobs.js";
 import { copy, read, written } from "./link.js";
 import { Pane } from "./pane.js";
 import { fewestOf, planPicture } from "./picture.js";
+import { t } from "./strings.js";
 
 const at = (id) => document.getElementById(id);
 const knobs = new Knobs(at("knobs"), at("more-knobs"), at("more"), at("knob-note"), changed);
 const NUMBERS = {
-  tokens: { words: "a whole number of at least 1", good: (n) => Number.isInteger(n) && n >= 1 },
-  temperature: { words: "a number of at least 0", good: (n) => Number.isFinite(n) && n >= 0 },
-  seed: { words: "a whole number, or nothing for any", good: (n) => Number.isInteger(n) },
+  tokens: { good: (n) => Number.isInteger(n) && n >= 1 },
+  temperature: { good: (n) => Number.isFinite(n) && n >= 0 },
+  seed: { good: (n) => Number.isInteger(n) },
 };
 let talk = [];
 let model = null;
@@ -46,9 +47,9 @@ function use(told) {
   document.body.classList.toggle("masked", model.masked);
   at("kind").closest("label").hidden = !model.chat;
   if (!model.chat) at("kind").value = "plain";
-  const own = make("option", { value: "" }, `the server's (${model.default_method})`);
+  const own = make("option", { value: "" }, t("servers_own", { name: model.default_method }));
   const names = model.methods.map((method) => {
-    const option = make("option", { value: method.name }, method.why_not === null ? method.name : `${method.name} (not on this model)`);
+    const option = make("option", { value: method.name }, method.why_not === null ? method.name : t("not_here", method));
     option.disabled = method.why_not !== null;
     return option;
   });
@@ -99,7 +100,7 @@ function changed() {
 
 /* The turns before this one. */
 function tell() {
-  const said = { user: "You", assistant: "Answer", system: "System" };
+  const said = { user: t("you"), assistant: t("answer"), system: t("system_turn") };
   at("turns").replaceChildren(...talk.map(({ role, content }) => make("li", { class: role }, make("strong", {}, said[role]), ` ${content}`)));
   at("talk").hidden = talk.length === 0;
 }
@@ -126,7 +127,7 @@ function number(id) {
   at(id).setAttribute("aria-invalid", String(!good));
   if (good) return value;
   const label = at(id).closest("label").textContent.trim();
-  throw Object.assign(new Error(`${label} is “${text}”; it must be ${NUMBERS[id].words}`), { field: at(id) });
+  throw Object.assign(new Error(t("wrong_number", { label, text, range: t(`number_${id}`) })), { field: at(id) });
 }
 
 /* Draws the plan of what is chosen now, once the typing pauses. */
@@ -155,10 +156,9 @@ async function plan() {
 }
 
 function caption(found, tokens) {
-  const promise = { full: "Same output as full depth", plan: "Lossy", none: "Lossy" }[found.exact_to];
-  const gain = found.guesses ? "after guessing ahead" : `ideal speed-up ${found.ideal_speedup.toFixed(2)}×`;
-  return `Layers (upwards) over ${tokens} tokens: ${found.mean_layers.toFixed(1)} of ${found.num_layers} on average, `
-    + `${gain}. ${promise}.`;
+  const promise = t(found.exact_to === "full" ? "exact" : "lossy");
+  const gain = found.guesses ? t("after_guessing") : t("ideal", { ratio: found.ideal_speedup.toFixed(2) });
+  return t("plan_caption", { tokens, mean: found.mean_layers.toFixed(1), all: found.num_layers, gain, promise });
 }
 
 function request(method) {
@@ -202,10 +202,10 @@ async function answers(method) {
   const requests = [request(method), ...(comparable(name) ? [request({ method: "full" })] : [])];
   await plan();
   const ramp = { all: model.num_layers, fewest: fewest ?? model.num_layers / 2 };
-  at("fewest").textContent = ramp.fewest < ramp.all ? `${ramp.fewest} layers` : "fewer layers";
+  at("fewest").textContent = ramp.fewest < ramp.all ? t("some_layers", { count: ramp.fewest }) : t("fewer");
   const prompt = at("prompt").value;
   const further = at("kind").value === "chat" ? (text) => goOn(prompt, text) : null;
-  const panes = requests.map((_, place) => new Pane(place ? "full depth" : name, ramp, { copy, further }));
+  const panes = requests.map((_, place) => new Pane(place ? t("full_depth") : name, ramp, { copy, further }));
   at("panes").replaceChildren(...panes.map((pane) => pane.element));
   at("panes").scrollIntoView({ block: "nearest" });
   const start = (pane, place) => pane.run(requests[place].path, requests[place].body, running.signal);
@@ -223,8 +223,8 @@ at("anew").addEventListener("click", () => { talk = []; tell(); remember(); at("
 at("link").addEventListener("click", async () => {
   keep();
   await copy(location.href);
-  at("link").textContent = "Copied";
-  setTimeout(() => { at("link").textContent = "Copy link"; }, 1500);
+  at("link").textContent = t("copied");
+  setTimeout(() => { at("link").textContent = t("copy_link"); }, 1500);
 });
 window.addEventListener("pagehide", keep);
 

@@ -94,6 +94,7 @@ at("page-language").addEventListener("change", () => {
   if (model) {
     keep();
     offer([...at("chat-model").options].map((one) => one.value));
+    instrument.use(model);
   }
   if (!chat.running) chat.draw();
   chat.list();
