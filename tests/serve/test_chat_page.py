@@ -75,6 +75,17 @@ def test_an_answer_streams_stops_and_goes_on(driver: Any, server: Running) -> No
     assert page.sent[-1]["messages"][-1] == {"role": "assistant", "content": before}
 
 
+def test_what_was_deleted_during_its_answer_stays_so(driver: Any, server: Running) -> None:
+    page = ChatPage(driver, server, max_tokens=400)
+    page.keys("Hi", key("ENTER"))
+    wait(lambda: page.busy and page.all("#list .remove"))
+    page.click("#list .remove")
+    driver.switch_to.alert.accept()
+    wait(lambda: server.scheduler.running == 0 and not page.busy)
+    page.open()
+    assert not page.all(".pick")
+
+
 def test_what_drafting_saved_is_told(driver: Any, server: Running) -> None:
     page = ChatPage(driver, server, **{"shoal.settings": {"max_tokens": 60, "method": "d3_spec"}})
     page.say("Hi")
@@ -240,7 +251,8 @@ def test_thoughts_are_folded_and_not_sent(driver: Any, server: Running) -> None:
     first.find_element("tag name", "summary").click()
     assert "hidden step" in first.text
     page.say("three")
-    assert "told apart" not in str(page.sent[-1])
+    said = [one["content"] for one in page.sent[-1]["messages"]]
+    assert said == ["one", "The answer", "two", "Plain", "three"]
 
 
 def test_the_key_is_asked_for_and_not_kept(driver: Any) -> None:

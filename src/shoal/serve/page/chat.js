@@ -172,6 +172,7 @@ export class Chat {
     const running = this.running = new AbortController();
     this.calm();
     delete message.ended;
+    this.keep();
     this.draw();
     this.busy(true);
     const view = this.views.at(-1);
@@ -191,7 +192,7 @@ export class Chat {
   }
 
   end(conversation, message, view) {
-    this.keep(conversation);
+    if (this.shelf.all.has(conversation.id)) this.keep(conversation); // it may have been deleted meanwhile
     if (this.on !== conversation) return;
     view.draw(false);
     this.drawn();

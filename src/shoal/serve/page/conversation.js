@@ -1,5 +1,7 @@
 /* A conversation is a tree of messages: an edit or another answer is a further branch. It is kept in the browser alone. */
 
+import { parts } from "./message.js";
+
 const PREFIX = "shoal.chat.";
 const TITLE = 80;
 
@@ -43,10 +45,11 @@ export class Conversation {
     for (let next = message; next; next = this.messages.findLast((one) => one.parent === this.leaf)) this.leaf = next.id;
   }
 
-  /* What the model is sent: thoughts and figures are not part of it. */
+  /* What the model is sent: thoughts and figures are not part of it, but for an answer that goes on. */
   said(last) {
     const system = this.system.trim() ? [{ role: "system", content: this.system }] : [];
-    return [...system, ...this.until(last).map(({ role, content }) => ({ role, content }))];
+    return [...system, ...this.until(last).map((one) => (
+      { role: one.role, content: one.role === "assistant" && one.id !== last ? parts(one).text : one.content }))];
   }
 
   get held() {
