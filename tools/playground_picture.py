@@ -44,9 +44,10 @@ def _taken(driver: webdriver.Chrome, url: str) -> bytes:
     """The page after an answer by D3 beside one at full depth, as PNG."""
     size = {"width": WIDTH, "height": HEIGHT, "deviceScaleFactor": 1, "mobile": False}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    driver.get(url)
+    driver.get(f"{url}/#view=compare")
     wait = WebDriverWait(driver, SECONDS)
     wait.until(lambda page: page.find_elements(By.CSS_SELECTOR, "[data-knob=alpha]"))
+    driver.find_element(By.ID, "settings").click()
     Select(driver.find_element(By.ID, "method")).select_by_value("d3")
     driver.find_element(By.CSS_SELECTOR, "[data-knob=alpha]").send_keys("0.997")
     for _ in range(2):  # the first run warms the server up

@@ -1,4 +1,4 @@
-"""The playground in a real browser: typing, streaming, switching methods, and attempts at injection."""
+"""The page's comparison of methods in a real browser: streaming, switching methods, and attempts at injection."""
 
 from __future__ import annotations
 
@@ -60,8 +60,10 @@ class Page:
 
     def __init__(self, driver: Any, server: Running) -> None:
         self.driver, self.server = driver, server
-        driver.get(server.url)
+        driver.get("about:blank")
+        driver.get(f"{server.url}/#view=compare")
         self.wait_for("return document.getElementById('model').textContent.includes('layers')")
+        self.ask("document.getElementById('settings').open = true")
 
     def ask(self, script: str, *args: Any) -> Any:
         return self.driver.execute_script(script, *args)
@@ -184,7 +186,7 @@ def test_on_a_phone_nothing_runs_over_the_edge(page: Page) -> None:
 
 
 def test_everything_can_be_done_from_the_keyboard(page: Page) -> None:
-    assert page.ask("return document.activeElement.id") == "prompt"
+    page.by("prompt").click()
     keys(page, "Hi", "CONTROL-ENTER")
     assert len(set(page.watch())) > 1
     for _ in range(40):
@@ -226,7 +228,7 @@ def test_markup_stays_text(driver: Any) -> None:
 
 def test_the_key_is_asked_for_and_not_kept(driver: Any) -> None:
     with serving(tiny_engine(), api_keys=("right",)) as server:
-        driver.get(server.url)
+        driver.get(f"{server.url}/#view=compare")
         wait(lambda: driver.execute_script("return !document.getElementById('key-form').hidden"))
         for key in ("wrong", "right"):
             field = driver.find_element("id", "key")

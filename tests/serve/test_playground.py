@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
+from importlib.resources import files
 from typing import Any
 
 import httpx
@@ -77,10 +78,11 @@ def test_the_policy_of_the_page_is_strict(server: Running) -> None:
         assert rules["default-src"] == rules["base-uri"] == rules["form-action"] == "'none'"
         assert {rules[kind] for kind in ("script-src", "style-src", "img-src", "connect-src")} == {"'self'"}
         assert rules["require-trusted-types-for"] == "'script'"
+        assert get(server, path).headers["x-dns-prefetch-control"] == "off"
     for kind in ("js", "css"):
-        for name in ("main", "pane", "dom", "page"):
+        for name in sorted(path.name for path in (files("shoal.serve") / "page").iterdir() if path.name.endswith(kind)):
             assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|https?://(?!www\.w3\.org)",
-                                 get(server, f"page/{name}.{kind}").text)  # fmt: skip
+                                 get(server, f"page/{name}").text), name  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["nothing.js", "..%2fapp.py", "__init__.py", "%2e%2e/app.py"])

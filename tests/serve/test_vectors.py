@@ -16,6 +16,7 @@ import chat_tokenizer
 from families import tiny
 from serving import MODEL, Running, serving, tiny_engine
 from shoal.engine.loading.load import engine_for
+from shoal.engine.memory.memory_limit import MemoryLimit
 from shoal.serve.protocol.vectors import question
 
 TEXTS = ["Some words", "Others", "x"]
@@ -44,6 +45,16 @@ def post(server: Running, route: str = "v1/embeddings", **given: Any) -> httpx.R
 def vectors(answer: httpx.Response) -> torch.Tensor:
     assert answer.status_code == 200, answer.text
     return torch.tensor([one["embedding"] for one in answer.json()["data"]])
+
+
+def test_a_text_that_does_not_fit_into_the_memory_is_refused(
+    server: Running, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server.engine, "limit", MemoryLimit("1MiB"))
+    answer = post(server, input=TEXTS)
+    assert answer.status_code == 400 and "memory of 1.0 MiB" in answer.json()["error"]["message"], answer.text
+    monkeypatch.setattr(server.engine, "limit", MemoryLimit("64GiB"))
+    assert post(server, input=TEXTS).status_code == 200
 
 
 @pytest.mark.parametrize("encoding", ["float", "base64", None])

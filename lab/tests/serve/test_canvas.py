@@ -70,8 +70,9 @@ def test_the_page_shows_words_where_they_stand() -> None:
     engine = shoal.load(HUB, dtype="float32")
     with browser() as driver, serving(engine, method="diffusion") as running:
         resize(driver, 1280, 900)
-        driver.get(running.url)
+        driver.get(f"{running.url}/#view=compare")
         wait(lambda: driver.execute_script("return document.getElementById('model').textContent.includes('layers')"))
+        driver.execute_script("document.getElementById('settings').open = true")
         for name, text in (("prompt", PROMPT), ("tokens", "8")):
             driver.find_element("id", name).clear()
             driver.find_element("id", name).send_keys(text)

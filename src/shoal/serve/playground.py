@@ -29,9 +29,8 @@ _HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; trusted-types 'none'",
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
-    "cache-control": "no-cache",
+    "x-dns-prefetch-control": "off",  # a link in an answer tells nobody anything until it is followed
+    "x-content-type-options": "nosniff", "referrer-policy": "no-referrer", "cache-control": "no-cache",
 }
 
 
@@ -54,10 +53,9 @@ class Playground:
         """The model, and the methods that a request may name."""
         runner, settings = self._engine.runner, self._settings
         return {"model": settings.model_name, "num_layers": runner.num_layers,
-                "masked": self._engine.masked is not None,
                 "chat": bool(getattr(self._engine.tokenizer, "chat_template", None)),
                 "max_tokens": min(settings.max_tokens, runner.max_positions or settings.max_tokens),
-                "default_method": methods.make(settings.method).name,
+                "default_method": methods.make(settings.method).name, "masked": self._engine.masked is not None,
                 "methods": [self._method(methods.get(name)) for name in policy.allowed(settings)]}
 
     def plan(self, body: PlanBody) -> dict[str, Any]:

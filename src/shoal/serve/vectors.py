@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from functools import cached_property
+from threading import Lock
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from shoal.engine.embeddings import Pooling, embeddings, next_logits, pooling_beside
 from shoal.engine.engine import Engine
+from shoal.engine.request import Request as Answer
 from shoal.engine.request import prompt_ids
 from shoal.serve.errors import ApiError, no_model, refused
 from shoal.serve.middleware import note
@@ -41,6 +43,7 @@ class VectorRoutes:
 
     def __init__(self, engine: Engine, settings: Settings) -> None:
         self._engine, self._settings, self._tokenizer = engine, settings, engine.tokenizer
+        self._turn = Lock()
 
     async def embed(self, request: Request) -> Response:
         """Vectors of texts, as from OpenAI's server."""
@@ -76,7 +79,8 @@ class VectorRoutes:
         yes, no = self._answers
         asked = [question(body.query, text, body.instruction) for text in texts]
         ids = await asyncio.to_thread(self._ids, asked, False)
-        logits = await asyncio.to_thread(self._run, lambda go_on: next_logits(self._engine, ids, [yes, no], go_on))
+        logits = await asyncio.to_thread(
+            self._run, ids, lambda go_on: next_logits(self._engine, ids, [yes, no], go_on))
         scores = logits.softmax(-1)[:, 0].tolist()
         best = sorted(range(len(texts)), key=lambda place: -scores[place])[: body.top_n]
         shown = body.return_documents
@@ -114,14 +118,18 @@ class VectorRoutes:
     def _vectors(self, ids: list[list[int]], pooling: Pooling | None, normalize: bool, size: int | None) -> Tensor:
         """Vectors [texts, `size` or D], by default of length 1."""
         how = pooling or self._pooling
-        found = self._run(lambda go_on: embeddings(self._engine, ids, how, go_on))
+        found = self._run(ids, lambda go_on: embeddings(self._engine, ids, how, go_on))
         if size is not None and size > found.shape[1]:
             raise refused("dimensions", f"dimensions is {size}; the model's vectors have {found.shape[1]}")
         found = found[:, :size]
         return torch.nn.functional.normalize(found, dim=-1) if normalize else found
 
-    def _run(self, work: Any) -> Tensor:
-        """Work under the server's time limit, which it asks for before each forward; ApiError 504 beyond it."""
+    def _run(self, ids: Sequence[list[int]], work: Any) -> Tensor:
+        """Work on texts under the server's limits of time and memory, one request after another.
+
+        Raises:
+            ApiError: 504 beyond the time, which is looked at before each forward; 400 where a text does not fit.
+        """
         limit = self._settings.timeout
         until = None if limit is None else time.monotonic() + limit
 
@@ -129,7 +137,13 @@ class VectorRoutes:
             if until is not None and time.monotonic() > until:
                 raise ApiError(504, "the request took longer than the server allows", code="timeout")
 
-        found: Tensor = work(go_on)
+        with self._turn:
+            if self._engine.limit is not None:
+                try:
+                    self._engine.limit.plan(self._engine, [max(ids, key=len)], Answer(max_new_tokens=1))
+                except ValueError as error:
+                    raise refused("input", str(error)) from None
+            found: Tensor = work(go_on)
         return found
 
     @cached_property

@@ -1,12 +1,13 @@
 /* A masked-diffusion model's answer where it stands: a box for each word, empty until it is decided, tinted by when. */
 
 import { make } from "./dom.js";
+import { t } from "./strings.js";
 
 export class Canvas {
   constructor() {
     this.boxes = make("div", { class: "boxes", role: "img" });
     this.element = make("figure", { class: "canvas", hidden: "" }, this.boxes,
-      make("figcaption", { class: "note" }, "decided last", make("span", { class: "ramp" }), "first"));
+      make("figcaption", { class: "note" }, t("decided_last"), make("span", { class: "ramp" }), t("decided_first")));
     this.last = 0;
   }
 
@@ -21,7 +22,7 @@ export class Canvas {
       const box = this.boxes.children[place];
       box.className = "set";
       box.step = step;
-      box.title = `word ${place + 1}, step ${step + 1}`;
+      box.title = t("box", { place: place + 1, step: step + 1 });
       box.textContent = text.trim() === "" ? "␣" : text.trim();
       this.last = Math.max(this.last, step);
     }
@@ -32,6 +33,6 @@ export class Canvas {
   /* What stands behind the answer's end is no part of it. */
   finish(words) {
     for (const [place, box] of [...this.boxes.children].entries()) box.classList.toggle("beyond", place >= words);
-    this.boxes.setAttribute("aria-label", `${words} words, decided in ${this.last + 1} steps`);
+    this.boxes.setAttribute("aria-label", t("boxes", { count: words, steps: this.last + 1 }));
   }
 }

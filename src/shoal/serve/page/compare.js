@@ -1,5 +1,7 @@
 /* Two answers beside each other: where they part, and where they come together again. */
 
+import { t } from "./strings.js";
+
 const RUN = 6;
 const AHEAD = 160;
 
@@ -28,15 +30,15 @@ export function meeting(ours, theirs, from) {
 /* A sentence about two answers, and the marks that it speaks of. */
 export function verdict(ours, full) {
   const first = parting(ours.ids, full.ids);
-  if (first === null) return `The same tokens as full depth${pace(ours, full)}.`;
+  if (first === null) return t("same", { pace: pace(ours, full) });
   const again = meeting(ours.ids, full.ids, first);
   ours.mark(first, again?.[0]);
   full.mark(first, again?.[1]);
-  const met = again ? `, from number ${again[0] + 1} on (${again[1] + 1} there) the texts meet again` : "";
-  return `The first different token is number ${first + 1}${met}${pace(ours, full)}.`;
+  const met = again ? t("meets", { ours: again[0] + 1, full: again[1] + 1 }) : "";
+  return t("parts", { place: first + 1, met, pace: pace(ours, full) });
 }
 
 function pace(ours, full) {
   const ratio = ours.speed / full.speed;
-  return Number.isFinite(ratio) ? `; ${ratio.toFixed(2)}× its speed in this run` : "";
+  return Number.isFinite(ratio) ? t("times", { ratio: ratio.toFixed(2) }) : "";
 }

@@ -5,7 +5,7 @@ const CHECKS = ["compare", "together"];
 
 /* The form as the part of an address behind the #. */
 export function written(at, knobs, talk) {
-  const words = new URLSearchParams();
+  const words = new URLSearchParams({ view: "compare" });
   for (const name of FIELDS) words.set(name, at(name).value);
   for (const name of CHECKS) words.set(name, at(name).checked ? "1" : "0");
   for (const [name, text] of knobs.texts) if (text) words.set(`knob.${name}`, text);

@@ -4,6 +4,7 @@ import { events } from "./api.js";
 import { Canvas } from "./canvas.js";
 import { make, tint } from "./dom.js";
 import { DepthBars } from "./picture.js";
+import { t } from "./strings.js";
 
 function fixed(value, digits) {
   return Number.isFinite(value) ? value.toFixed(digits) : "–";
@@ -18,15 +19,15 @@ export class Pane {
     this.bars = new DepthBars(ramp);
     this.canvas = new Canvas();
     this.text = make("div", {
-      class: "text", tabindex: "0", role: "group", "aria-label": `Tokens of ${title}; arrow keys go through them`,
+      class: "text", tabindex: "0", role: "group", "aria-label": t("tokens_of", { title }),
     });
     this.said = make("p", { class: "note said", "aria-live": "polite" });
-    this.numbers = Object.fromEntries(["tokens/s", "mean layers", "tokens", "guesses kept"].map((name) => [name, make("dd", {}, "–")]));
-    const rows = Object.entries(this.numbers).map(([name, dd]) => make("div", {}, make("dt", {}, name), dd));
-    this.numbers["guesses kept"].parentElement.hidden = true;
-    const copied = make("button", { type: "button" }, "Copy");
+    this.numbers = Object.fromEntries(["pace", "mean_layers", "count", "guesses_kept"].map((name) => [name, make("dd", {}, "–")]));
+    const rows = Object.entries(this.numbers).map(([name, dd]) => make("div", {}, make("dt", {}, t(name)), dd));
+    this.numbers.guesses_kept.parentElement.hidden = true;
+    const copied = make("button", { type: "button" }, t("copy"));
     copied.addEventListener("click", () => copy(this.answer));
-    this.further = make("button", { type: "button", hidden: "" }, "Go on from this answer");
+    this.further = make("button", { type: "button", hidden: "" }, t("further"));
     this.further.addEventListener("click", () => further(this.answer));
     this.chat = further !== null;
     this.element = make("article", { class: "pane" },
@@ -83,9 +84,9 @@ export class Pane {
 
   show(speed) {
     const total = this.steps.reduce((sum, step) => sum + step.layers, 0);
-    this.numbers["tokens/s"].textContent = fixed(speed, 1);
-    this.numbers["mean layers"].textContent = fixed(total / this.steps.length, 2);
-    this.numbers.tokens.textContent = String(this.steps.length);
+    this.numbers.pace.textContent = fixed(speed, 1);
+    this.numbers.mean_layers.textContent = fixed(total / this.steps.length, 2);
+    this.numbers.count.textContent = String(this.steps.length);
   }
 
   finish(metrics) {
@@ -94,9 +95,9 @@ export class Pane {
     this.speed = metrics.tokens_per_second;
     this.show(this.speed);
     const rate = metrics.speculative_decoding.draft_acceptance_rate;
-    this.numbers["guesses kept"].parentElement.hidden = rate === null;
+    this.numbers.guesses_kept.parentElement.hidden = rate === null;
     this.further.hidden = !this.chat;
-    if (rate !== null) this.numbers["guesses kept"].textContent = `${fixed(100 * rate, 0)} %`;
+    if (rate !== null) this.numbers.guesses_kept.textContent = `${fixed(100 * rate, 0)} %`;
   }
 
   /* Marks the token where this answer parts from another, and the one from where they are alike again. */
@@ -115,8 +116,8 @@ export class Pane {
     this.here?.classList.remove("here");
     this.here = span;
     span.classList.add("here");
-    this.said.textContent = span.steps.map((step) => `token ${step.index + 1}: ${step.layers} of ${this.ramp.all} layers`
-      + (step.from_draft ? ", guessed ahead" : "")).join("; ");
+    this.said.textContent = span.steps.map((step) => t(step.from_draft ? "token_guessed" : "token_at",
+      { place: step.index + 1, layers: step.layers, all: this.ramp.all })).join("; ");
   }
 
   move(event) {

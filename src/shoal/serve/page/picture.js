@@ -1,13 +1,14 @@
 /* Pictures of depth: which layers a plan runs, and how many each token did run. */
 
 import { draw, tint } from "./dom.js";
+import { t } from "./strings.js";
 
 /* A row per layer, the first at the bottom; as far to the right as the layer runs. Sublayers take half a row each. */
 export function planPicture(plan, tokens) {
   const layers = plan.num_layers;
   const svg = draw("svg", {
     viewBox: `0 0 ${tokens} ${layers}`, preserveAspectRatio: "none", role: "img",
-    "aria-label": `Layers by token: ${plan.mean_layers.toFixed(1)} of ${layers} on average`,
+    "aria-label": t("plan_picture", { mean: plan.mean_layers.toFixed(1), all: layers }),
   });
   for (let layer = 0; layer < layers; layer += 1) {
     const top = layers - 1 - layer;
@@ -31,7 +32,7 @@ export function fewestOf(plan, tokens) {
 export class DepthBars {
   constructor(ramp) {
     this.ramp = ramp;
-    this.svg = draw("svg", { preserveAspectRatio: "none", role: "img", "aria-label": "Layers run by token" });
+    this.svg = draw("svg", { preserveAspectRatio: "none", role: "img", "aria-label": t("bars") });
   }
 
   get count() {

@@ -1,0 +1,56 @@
+/* Text files that go with a message: chosen, dropped or pasted, and read in the browser. */
+
+import { make } from "./dom.js";
+import { t } from "./strings.js";
+
+const MOST = 256; // kB
+
+export class Attached {
+  /* `list` shows the files; `refuse` takes a line on what was not attached. */
+  constructor(list, refuse) {
+    Object.assign(this, { list, refuse, files: [] });
+  }
+
+  async add(given) {
+    for (const file of given) {
+      try {
+        this.files.push({ name: file.name, text: await read(file) });
+      } catch (error) {
+        this.refuse(error.message);
+      }
+    }
+    this.show();
+  }
+
+  show() {
+    this.list.hidden = this.files.length === 0;
+    this.list.replaceChildren(...this.files.map((file) => {
+      const remove = make("button", { type: "button", "aria-label": t("detach", file) }, "×");
+      remove.addEventListener("click", () => { this.files = this.files.filter((one) => one !== file); this.show(); });
+      return make("li", {}, file.name, remove);
+    }));
+  }
+
+  /* A message with the files before it, each fenced by more marks than it has in a row; none is left attached. */
+  taken(text) {
+    const fenced = this.files.map((file) => {
+      const longest = Math.max(2, ...(file.text.match(/`+/g) ?? []).map((run) => run.length));
+      const fence = "`".repeat(longest + 1);
+      return `${file.name}:\n${fence}\n${file.text.replace(/\n$/, "")}\n${fence}`;
+    });
+    this.files = [];
+    this.show();
+    return [...fenced, text].filter(Boolean).join("\n\n");
+  }
+}
+
+async function read(file) {
+  const { name } = file;
+  if (file.type.startsWith("image/")) throw new Error(t("no_pictures", { name }));
+  if (file.size > MOST * 1024) throw new Error(t("too_large", { name, size: Math.ceil(file.size / 1024), most: MOST }));
+  try {
+    const text = new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
+    if (!text.includes("\0")) return text;
+  } catch { /* no UTF-8, or a folder */ }
+  throw new Error(t("no_text", { name }));
+}
