@@ -92,7 +92,8 @@ def test_blocks_see_what_is_before_their_anchors_and_themselves_alone() -> None:
     for row, place in itertools.product(range(2), range(3)):
         anchor, one = int(anchors[row, place]), texts[row]
         assert one.tapped is not None
-        cut = AnsweredText(one.tokens[: anchor + 1], one.states[: anchor + 1], one.prompt, one.tapped[: anchor + 1])
+        read = torch.cat([one.tapped[:anchor], torch.randn(1, 96)])
+        cut = AnsweredText(one.tokens[: anchor + 1], one.states[: anchor + 1], one.prompt, read)
         alone = module.outputs(TextBatch.of([cut]), torch.tensor([[anchor]]))
         assert torch.allclose(found[row, place], alone[0, 0], atol=1e-4)
 
@@ -164,7 +165,7 @@ def test_the_loss_falls_and_more_guesses_are_kept(tmp_path: Path) -> None:
     answers = corpus.make(tmp_path / "answers", engine, lambda: begun[16:], wish)
     held = corpus.tap(answers, tmp_path / "answers", engine, (1, 2, 4))
     module = BlockModule.fresh(Base(engine.runner), held, BlockShape(2, 6), 0, 0)
-    run, kept = Trainer(module, held, Training(epochs=16, batch=1024, rate=6e-3), tmp_path), []
+    run, kept = Trainer(module, held, Training(epochs=16, batch=1024, rate=2e-2), tmp_path), []
     for name in ("before", "after"):
         layers.export(tmp_path / name, engine, module)
         options = {"max_new_tokens": 64, "temperature": 0.8, "seed": 5}
@@ -172,11 +173,10 @@ def test_the_loss_falls_and_more_guesses_are_kept(tmp_path: Path) -> None:
         plain, found = (engine.generate(begun[:16], method=one, **options) for one in both)
         assert [one.tokens for one in found] == [one.tokens for one in plain]
         kept.append(sum(one.stats.accepted for one in found) / sum(one.stats.drafted for one in found))
-        print(kept, [one[-1:] for one in (run.run.losses, run.run.accepted)], run.run.losses[:1], run.run.seconds)
         run.train(every=20)
     assert run.run.losses[-1] < run.run.losses[0]
-    assert sum(run.run.accepted[-1]) > 1.2 * sum(run.run.accepted[0])
-    assert kept[1] > 1.5 * kept[0], kept
+    assert sum(run.run.accepted[-1]) > 2 * sum(run.run.accepted[0])
+    assert kept[0] < 0.02 and kept[1] > 0.06, kept
 
 
 def test_layers_that_are_read_by_z_lab_s_rule() -> None:
