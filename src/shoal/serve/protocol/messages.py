@@ -13,12 +13,11 @@ from pydantic import BaseModel, ConfigDict
 from typing_extensions import override
 
 from shoal.decode.sequence import SequenceState
-from shoal.engine.scheduling.request_handle import Placed
 from shoal.serve.errors import MESSAGES_ROUTE, ApiError, refused
-from shoal.serve.protocol.responses import part_of, text_of
+from shoal.serve.protocol.responses import part_of
 from shoal.serve.protocol.thoughts import Reading
-from shoal.serve.protocol.wire import Json, Wire, event
-from shoal.types import Result, Step
+from shoal.serve.protocol.wire import Json, PartsWire, event, text_of
+from shoal.types import Result
 
 
 class MessageBody(BaseModel):
@@ -149,11 +148,14 @@ def _output(asked: Mapping[str, Any], older: Any) -> Json:
     return {**effort, "response_format": {"type": "json_schema", "json_schema": {"schema": wanted["schema"]}}}
 
 
-class MessageWire(Wire):
+class MessageWire(PartsWire):
     """Writes the answer, whole or as events; `seq` is the sequence behind it, which knows what ended it."""
 
+    kinds = ("thinking", "text")
+
     def __init__(self, model: str, reading: Reading, seq: SequenceState) -> None:
-        self._seq, self._reader = seq, reading.reader()
+        super().__init__(reading)
+        self._seq = seq
         self._head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": model}
         self._blocks: list[Json] = []
         self._open = False
@@ -169,11 +171,6 @@ class MessageWire(Wire):
         begun = {"input_tokens": self._seq.prompt_length, "output_tokens": 0}
         message: Json = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": begun}
         return text_of([{"type": "message_start", "message": message}, {"type": "ping"}])
-
-    @override
-    def events(self, came: Sequence[tuple[int, Step | Placed]], usage: Json | None) -> str:
-        steps = (item for _, item in came if isinstance(item, Step))
-        return text_of(one for step in steps for one in self._read(step.text, step.finish_reason))
 
     @override
     def closing(self, results: Sequence[Result], usage: Json, more: Json) -> str:
@@ -192,21 +189,8 @@ class MessageWire(Wire):
         return {"stop_reason": reason if called or stop is None else "stop_sequence",
                 "stop_sequence": None if called else stop}
 
-    def _read(self, text: str, reason: str | None) -> Iterator[Json]:
-        """Events of a piece of text; with a finish reason, it is the last one."""
-        last = reason is not None
-        delta = self._reader.read(text, last, reason == "length")
-        if delta.get("reasoning_content"):
-            yield from self._speak("thinking", delta["reasoning_content"])
-        if delta.get("content"):
-            yield from self._speak("text", delta["content"])
-        for call in delta.get("tool_calls", ()):
-            yield from self._finish()
-            yield from self._call(call)
-        if last:
-            yield from self._finish()
-
-    def _speak(self, kind: str, text: str) -> Iterator[Json]:
+    @override
+    def _say(self, kind: str, text: str) -> Iterator[Json]:
         """Events of a piece of a block of that kind; begins one if none is open."""
         if not self._open or self._blocks[-1]["type"] != kind:
             yield from self._finish()
@@ -214,6 +198,7 @@ class MessageWire(Wire):
         self._blocks[-1][kind] += text
         yield self._delta({"type": f"{kind}_delta", kind: text})
 
+    @override
     def _call(self, call: Mapping[str, Any]) -> Iterator[Json]:
         function = call["function"]
         block = {"type": "tool_use", "id": call["id"].replace("call_", "toolu_"), "name": function["name"], "input": {}}
@@ -230,6 +215,7 @@ class MessageWire(Wire):
     def _delta(self, delta: Json) -> Json:
         return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
 
+    @override
     def _finish(self) -> Iterator[Json]:
         """The event that ends the open block, if there is one."""
         if self._open:

@@ -5,17 +5,16 @@ from __future__ import annotations
 import reprlib
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 from typing_extensions import override
 
-from shoal.engine.scheduling.request_handle import Placed
 from shoal.serve.errors import ApiError, refused
 from shoal.serve.protocol.thoughts import Reading
-from shoal.serve.protocol.wire import Json, Wire, event
-from shoal.types import Result, Step
+from shoal.serve.protocol.wire import Json, PartsWire, text_of
+from shoal.types import Result
 
 
 class ResponseBody(BaseModel):
@@ -115,11 +114,14 @@ def _text(content: Any) -> Any:
             ("input_text", "output_text", "text") else part for part in content]
 
 
-class ResponseWire(Wire):
+class ResponseWire(PartsWire):
     """Writes the answer to a chat, whole or as events."""
 
+    kinds = ("reasoning", "message")
+
     def __init__(self, chat: Mapping[str, Any], reading: Reading) -> None:
-        self._chat, self._reader = chat, reading.reader()
+        super().__init__(reading)
+        self._chat = chat
         self._id, self._made = f"resp_{uuid.uuid4().hex}", int(time.time())
         self._items: list[Json] = []
         self._events = 0
@@ -136,11 +138,6 @@ class ResponseWire(Wire):
         return text_of(self._event(f"response.{kind}", response=begun) for kind in ("created", "in_progress"))
 
     @override
-    def events(self, came: Sequence[tuple[int, Step | Placed]], usage: Json | None) -> str:
-        steps = (item for _, item in came if isinstance(item, Step))
-        return text_of(one for step in steps for one in self._read(step.text, step.finish_reason))
-
-    @override
     def closing(self, results: Sequence[Result], usage: Json, more: Json) -> str:
         reason = results[0].finish_reason
         kind = "incomplete" if reason == "length" else "completed"
@@ -150,20 +147,7 @@ class ResponseWire(Wire):
     def error(self, error: ApiError) -> str:
         return text_of([self._event("error", message=error.message, code=error.code, param=error.param)])
 
-    def _read(self, text: str, reason: str | None) -> Iterator[Json]:
-        """Events of a piece of text; with a finish reason, it is the last one."""
-        last = reason is not None
-        delta = self._reader.read(text, last, reason == "length")
-        if delta.get("reasoning_content"):
-            yield from self._say("reasoning", delta["reasoning_content"])
-        if delta.get("content"):
-            yield from self._say("message", delta["content"])
-        for call in delta.get("tool_calls", ()):
-            yield from self._finish()
-            yield from self._call(call)
-        if last:
-            yield from self._finish()
-
+    @override
     def _say(self, kind: str, text: str) -> Iterator[Json]:
         """Events of a piece of an item of that kind, a message or thoughts; begins one if none is open."""
         if not self._items or self._items[-1]["status"] == "completed" or self._items[-1]["type"] != kind:
@@ -177,6 +161,7 @@ class ResponseWire(Wire):
         self._items[-1]["content"][0]["text"] += text
         yield self._in_text(f"response.{_PARTS[kind]}.delta", delta=text, **_logprobs(kind))
 
+    @override
     def _finish(self) -> Iterator[Json]:
         """Events that end the open item, if there is one."""
         if self._items and self._items[-1]["status"] == "in_progress":
@@ -186,6 +171,7 @@ class ResponseWire(Wire):
             yield self._in_text("response.content_part.done", part=_part(kind, text))
             yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
 
+    @override
     def _call(self, call: Mapping[str, Any]) -> Iterator[Json]:
         function, index = call["function"], len(self._items)
         item = {"type": "function_call", "id": f"fc_{uuid.uuid4().hex}", "call_id": call["id"], **function,
@@ -239,7 +225,3 @@ def _usage(usage: Mapping[str, Any]) -> Json:
             "total_tokens": usage["total_tokens"], "output_tokens_details": {"reasoning_tokens": thought},
             "input_tokens_details": {"cache_write_tokens": 0, **usage["prompt_tokens_details"]}, **more}
 
-
-def text_of(events: Iterable[Json]) -> str:
-    """Server-sent events that bear the names of their types."""
-    return "".join(event(one, one["type"]) for one in events)

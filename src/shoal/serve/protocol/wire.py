@@ -6,9 +6,9 @@ import json
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import starmap
-from typing import Any
+from typing import Any, ClassVar
 
 from typing_extensions import override
 
@@ -52,6 +52,49 @@ class Wire(ABC):
     @abstractmethod
     def error(self, error: ApiError) -> str:
         """The event for an error."""
+
+
+class PartsWire(Wire):
+    """Writes an answer as parts one after another: thoughts, text, calls.
+
+    Attributes:
+        kinds: what parts of thoughts and of text are called.
+    """
+
+    kinds: ClassVar[tuple[str, str]]
+
+    def __init__(self, reading: Reading) -> None:
+        self._reader = reading.reader()
+
+    @override
+    def events(self, came: Sequence[tuple[int, Step | Placed]], usage: Json | None) -> str:
+        steps = (item for _, item in came if isinstance(item, Step))
+        return text_of(one for step in steps for one in self._read(step.text, step.finish_reason))
+
+    def _read(self, text: str, reason: str | None) -> Iterator[Json]:
+        """Events of a piece of text; with a finish reason, it is the last one."""
+        last = reason is not None
+        delta = self._reader.read(text, last, reason == "length")
+        for kind, field in zip(self.kinds, ("reasoning_content", "content"), strict=True):
+            if delta.get(field):
+                yield from self._say(kind, delta[field])
+        for call in delta.get("tool_calls", ()):
+            yield from self._finish()
+            yield from self._call(call)
+        if last:
+            yield from self._finish()
+
+    @abstractmethod
+    def _say(self, kind: str, text: str) -> Iterator[Json]:
+        """Events of a piece of a part of that kind; begins one if none is open."""
+
+    @abstractmethod
+    def _finish(self) -> Iterator[Json]:
+        """The events that end the open part, if there is one."""
+
+    @abstractmethod
+    def _call(self, call: Mapping[str, Any]) -> Iterator[Json]:
+        """Events of a call of a tool."""
 
 
 class ChoicesWire(Wire):
@@ -255,3 +298,8 @@ def event(value: Json, kind: str = "") -> str:
     """A server-sent event."""
     head = f"event: {kind}\n" if kind else ""
     return f"{head}data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+def text_of(events: Iterable[Json]) -> str:
+    """Server-sent events that bear the names of their types."""
+    return "".join(event(one, one["type"]) for one in events)
