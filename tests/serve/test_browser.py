@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from browser import browser, resize
+from browser import resize
 from chat_tokenizer import SPECIALS
 from families import tiny
 from serving import MODEL, Running, serving, tiny_engine, wait
@@ -34,12 +34,6 @@ PANES = """return [...document.querySelectorAll('.pane')].map((pane) => ({
 COUNTING = """window.counts = [];
 new MutationObserver(() => window.counts.push(document.querySelectorAll('.text span').length))
     .observe(document.body, {childList: true, subtree: true})"""
-
-
-@pytest.fixture(scope="module")
-def driver() -> Iterator[Any]:
-    with browser() as opened:
-        yield opened
 
 
 @pytest.fixture(scope="module")

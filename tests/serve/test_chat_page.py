@@ -8,17 +8,11 @@ from typing import Any
 
 import pytest
 
-from browser import browser, resize
+from browser import resize
 from chat_page import ChatPage, axe, conversation
 from serving import MODEL, Running, serving, tiny_engine, wait
 
 pytestmark = pytest.mark.browser
-
-
-@pytest.fixture(scope="module")
-def driver() -> Iterator[Any]:
-    with browser() as opened:
-        yield opened
 
 
 @pytest.fixture(scope="module")

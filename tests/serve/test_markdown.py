@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from browser import browser
 from chat_page import ChatPage, conversation
 from serving import Running, serving, tiny_engine
 
@@ -89,12 +88,6 @@ GROW = """const [text, done] = arguments; import(new URL('page/markdown.js', loc
         if (grown.outerHTML !== fresh.outerHTML) wrong.push(end);
     }
     done(wrong); })"""
-
-
-@pytest.fixture(scope="module")
-def driver() -> Iterator[Any]:
-    with browser() as opened:
-        yield opened
 
 
 @pytest.fixture(scope="module")

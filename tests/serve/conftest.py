@@ -1,0 +1,17 @@
+"""Fixtures of tests of the server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from browser import browser
+
+
+@pytest.fixture(scope="module")
+def driver() -> Iterator[Any]:
+    """A real browser for the tests of a file."""
+    with browser() as opened:
+        yield opened
