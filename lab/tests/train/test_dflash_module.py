@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-import shoal
 from backends import Backend, each_backend
 from drive import decode, prompt
 from eagle_part import ECHO
 from part_checks import check_trees
-from shared_models import STORIES, model_path, needs_model
+from shared_models import STORIES, needs_model
 from shoal.decode.recipe import Recipe
 from shoal.decode.tree import TokenTree
 from shoal.depth.plan import DepthPlan
@@ -23,13 +22,14 @@ from shoal.speculative.drafters import dflash_checkpoint
 from shoal.speculative.drafters.dflash import DFlashHead, DFlashProposer
 from shoal.types import Sampling
 from shoal_lab.train import corpus, layers
-from shoal_lab.train.corpus import AnsweredText, Corpus, CorpusWish
+from shoal_lab.train.corpus import AnsweredText, Corpus
 from shoal_lab.train.dflash import BlockModule, BlockShape, default_taps
 from shoal_lab.train.eagle import default_shape
 from shoal_lab.train.loop import Trainer, Training
 from shoal_lab.train.part import Base, TextBatch
 from tiny_corpus import made
 from trained_parts import _shake, target
+from trained_runs import check_killed_run, learned
 from watched import Watched
 
 TAPS, MASK, SHAPE = (1, 3, 4), 96, BlockShape(2, 5)
@@ -144,37 +144,16 @@ def trainer(folder: Path, answers: Path) -> Trainer:
 
 
 def test_a_killed_run_ends_as_one_that_was_not(tmp_path: Path) -> None:
-    whole = trainer(tmp_path / "whole", tmp_path / "answers")
-    whole.train(every=3)
-    steps = itertools.count()
-    trainer(tmp_path / "killed", tmp_path / "answers").train(lambda: next(steps) >= 4, every=3)
-    rest = trainer(tmp_path / "killed", tmp_path / "answers")
-    assert rest.run.step == 4 < rest.run.steps
-    rest.train(every=3)
-    for name, tensor in whole._module.exported().items():
-        assert torch.equal(rest._module.exported()[name], tensor), name
-    assert rest.run.accepted == whole.run.accepted and whole.run.losses[-1] < whole.run.losses[0]
+    check_killed_run(lambda name: trainer(tmp_path / name, tmp_path / "answers"))
 
 
 @pytest.mark.slow
 @needs_model(STORIES)
 def test_the_loss_falls_and_more_guesses_are_kept(tmp_path: Path) -> None:
     """On stories that a small trained model tells, from beginnings that training has not seen."""
-    engine = shoal.load(str(model_path(STORIES)), dtype="float32")
-    begun, wish = [[1, token] for token in range(300, 492)], CorpusWish(max_new_tokens=96, temperature=0.8)
-    answers = corpus.make(tmp_path / "answers", engine, lambda: begun[16:], wish)
-    held = corpus.tap(answers, tmp_path / "answers", engine, (1, 2, 4))
-    module = BlockModule.fresh(Base(engine.runner), held, BlockShape(2, 6), 0, 0)
-    run, kept = Trainer(module, held, Training(epochs=16, batch=1024, rate=2e-2), tmp_path), []
-    for name in ("before", "after"):
-        layers.export(tmp_path / name, engine, module)
-        options = {"max_new_tokens": 64, "temperature": 0.8, "seed": 5}
-        both = "full", DFlash(str(tmp_path / name), stop=0.0)
-        plain, found = (engine.generate(begun[:16], method=one, **options) for one in both)
-        assert [one.tokens for one in found] == [one.tokens for one in plain]
-        kept.append(sum(one.stats.accepted for one in found) / sum(one.stats.drafted for one in found))
-        run.train(every=20)
-    assert run.run.losses[-1] < run.run.losses[0]
+    run, kept = learned(
+        tmp_path, lambda base, held: BlockModule.fresh(base, held, BlockShape(2, 6), 0, 0),
+        Training(epochs=16, batch=1024, rate=2e-2), lambda folder: DFlash(folder, stop=0.0))
     assert sum(run.run.accepted[-1]) > 2 * sum(run.run.accepted[0])
     assert kept[0] < 0.02 and kept[1] > 0.06, kept
 
