@@ -85,8 +85,9 @@ def main() -> None:
 
 def settings(engine: Engine, args: argparse.Namespace) -> Mapping[str, Method]:
     """Plain decoding, `draft_model`, and mirror_sd by exit layer and k."""
-    found: dict[str, Method] = {"full": Full(), "draft_model": DraftModel(args.draft, length=args.length),
-                                "k 0": MirrorSD(args.draft, k=0, length=args.length)}
+    found: dict[str, Method] = {"full": Full(), "draft_model": DraftModel(args.draft, length=args.length)}
+    if not args.overlap:
+        found["k 0"] = MirrorSD(args.draft, k=0, length=args.length)
     for share in map(float, args.exits.split(",")):
         exit_layer = max(1, round(share * engine.runner.num_layers))
         for k in map(int, args.k.split(",")):
