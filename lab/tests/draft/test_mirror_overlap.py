@@ -276,5 +276,4 @@ def test_a_step_that_breaks_is_taken_again(overlap: bool) -> None:
     run = make_run(None, PROMPTS[:1], recipe, NEW, runner=engine.runner, watch=False)
     breaks_at_times(run)
     assert run.tokens == expected.tokens
-    one, other = run.seqs[0].ledger, expected.seqs[0].ledger
-    assert (one.accepted, one.drafted) == (other.accepted, other.drafted)
+    assert run.seqs[0].ledger.accepted == expected.seqs[0].ledger.accepted > 0
