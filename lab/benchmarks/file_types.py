@@ -45,7 +45,7 @@ from shoal_lab.bench.worker import SystemProcess
 Array = np.ndarray[Any, Any]
 MIXES = ("Q2_K", "Q3_K_S", "Q3_K_M", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL",
          "IQ4_XS", "TQ1_0", "TQ2_0", "MXFP4", "NVFP4", "Q1_0", "Q2_0")
-"""Names of mixes of the quantiser. MXFP4 is none of dense models: here all matrices of layers are of that type."""
+"""Names of mixes of the quantiser. MXFP4 and NVFP4 are none of dense models: all matrices of layers are of them."""
 SYSTEMS = ("shoal", readers.FLOAT32, "llama.cpp")
 _READ = 16
 """Windows of the text that the importance matrix is taken from."""
