@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,7 +28,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import one_at_a_time
 import perplexity
 import readers
 import script
@@ -39,6 +37,7 @@ from shoal_lab.bench.baselines.gguf_file import requantise
 from shoal_lab.bench.baselines.llama_cpp import library
 from shoal_lab.bench.model import FILE, MeasuredModel
 from shoal_lab.bench.speed.ours import Shoal
+from shoal_lab.bench.speed.run import prompts_for
 from shoal_lab.bench.system import Setting
 from shoal_lab.bench.worker import SystemProcess
 
@@ -163,11 +162,11 @@ def timed(path: Path, kind: str, rounds_wanted: int, threads: int) -> dict[str, 
     try:
         for process in systems.values():
             process.call("prepare")
-            one_at_a_time.measure(process, model, "decode")
+            seconds_per_token(process, model)
         busy = idle.watch(1.0)
         for number in range(rounds_wanted):
             for name in rounds.in_order(list(systems), number):
-                found[name].append(statistics.median(one_at_a_time.measure(systems[name], model, "decode")))
+                found[name].append(seconds_per_token(systems[name], model))
     finally:
         for process in systems.values():
             process.stop()
@@ -176,6 +175,12 @@ def timed(path: Path, kind: str, rounds_wanted: int, threads: int) -> dict[str, 
            "times_faster": rounds.ratio(ratios)}
     print(json.dumps(row), file=sys.stderr)
     return row
+
+
+def seconds_per_token(process: SystemProcess, model: MeasuredModel) -> float:
+    """Of an answer of 32 tokens after a prompt of 64."""
+    times = process.call("generate", prompts_for(1, 64, model.text.vocab_size), 33, None).times
+    return round((times[-1] - times[0]) / 32, 6)
 
 
 def logits_of(name: str, model: MeasuredModel, pieces: Sequence[Sequence[int]], threads: int) -> list[Tensor]:
