@@ -25,6 +25,11 @@ LAYERS, TOKENS = 3, 5
 Bound = tuple[NativeModel, KVBinding]
 
 
+@pytest.fixture
+def two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MACHINE, "fixed", 2)
+
+
 def bound(**options: Any) -> Bound:
     """A model with an empty cache."""
     case = Case(**options)
@@ -93,21 +98,20 @@ def test_two_models_at_once_have_the_bits_that_each_has_alone() -> None:
         assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
 
 
+@pytest.mark.usefixtures("two_threads")
 def test_it_runs_on_one_thread_in_the_modes_of_the_caller() -> None:
     of, seen = bound(), list[tuple[int, bool, bool]]()
 
     def work() -> None:
-        MACHINE.note(0.0, 10.0)  # a thread that shares its processor with nobody says nothing about the machine
         seen.append((MACHINE.choose(), torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
 
-    count = MACHINE.choose()
     run(of, 2, Aside(0, work))
     with torch.no_grad():
         run(of, 2, Aside(0, work))
     with torch.inference_mode():
         run(of, 2, Aside(0, work))
     assert seen == [(1, True, False), (1, False, False), (1, False, True)]
-    assert MACHINE.choose() == count
+    assert MACHINE.choose() == 2
 
 
 def failing() -> None:
@@ -153,11 +157,6 @@ def test_a_wrong_place_is_refused() -> None:
 
 
 # Of a runner.
-
-
-@pytest.fixture
-def two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MACHINE, "fixed", 2)
 
 
 @pytest.mark.usefixtures("two_threads")
