@@ -1,4 +1,4 @@
-"""From the documentation of langchain-anthropic: calls, streams, tools, thoughts left alone, structured output."""
+"""From the documentation of langchain-anthropic: calls, streams, tools, structured output."""
 
 import json
 from functools import reduce
@@ -40,7 +40,7 @@ told = [("system", "You are a helpful assistant that translates English to Frenc
 said = llm.invoke("Say hello")
 print(json.dumps({
     "translated": llm.invoke(told).content, "said": said.content, "usage": dict(said.usage_metadata),
-    "streamed": "".join(chunk.text for chunk in llm.stream("Say hello")), "counted": llm.get_num_tokens("Say hello"),
+    "streamed": "".join(chunk.text for chunk in llm.stream("Say hello")),
     "families": [llm.with_structured_output(Family, method=method).invoke(text).model_dump()
                  for method in ("json_schema", "function_calling")],
     "product": messages[-1].content, "answered": llm.bind_tools([multiply]).invoke(messages).text,
