@@ -20,7 +20,9 @@ from transformers import AutoTokenizer
 
 import shoal
 from shoal.cli import main, terminal
-from shoal.cli.chat import Lines
+from shoal.cli.chat import ABOUT, COMMANDS, MOST_ROUNDS
+from shoal.cli.console.files import MOST
+from shoal.cli.console.lines import Lines
 
 TEMPLATE = "{% for message in messages %}[{{ message.role }}]{{ message.content }}\n{% endfor %}[assistant]"
 LONGEST = 12
@@ -66,17 +68,23 @@ def answers(chat_folder: str) -> Any:
 
 def test_turns_go_on_from_each_other(say: Any, answers: Any) -> None:
     out, err = say("one", "two", options=("--system", "brief"))
-    assert out == "".join(f"{text}\n" for text in answers("one", "two", system="brief"))
-    assert len(err) == 2 and all(line.startswith(f"[{LONGEST} tokens, ") for line in err)
-    assert say("one", options=("--quiet",))[1] == []
+    assert out == "".join(f"{text}\n" for text in answers("one", "two", system="brief")) and err == []
+
+
+def test_figures_stand_below_answers_where_they_are_asked_for(say: Any) -> None:
+    figures = f"[{LONGEST} tokens, "
+    assert [line.startswith(figures) for line in say("one", "two", options=("--stats",))[1]] == [True, True]
+    assert say("one", options=("--stats", "--quiet"))[1] == []
+    assert len(say("one", "/stats on", "one", "/stats off", "one")[1]) == 1
+    assert say("/stats maybe")[1] == ["error: /stats takes on or off, not 'maybe'"]
 
 
 def test_how_answers_are_drawn_stands_in_their_figures(
     say: Any, answers: Any, chat_folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "drawn with" not in say("one")[1][0]
+    assert "drawn with" not in say("one", options=("--stats",))[1][0]
     monkeypatch.setattr("sys.stdin", io.StringIO("one\n"))
-    argv = ["chat", "--model", chat_folder, "--dtype", "float32", "--method", "full", "--max-new-tokens", str(LONGEST)]
+    argv = ["chat", "--stats", "--model", chat_folder, "--dtype", "float32", "--method", "full", "--max-new-tokens", str(LONGEST)]
     assert main(argv) == 0
     said, figures = capsys.readouterr()
     found = re.search(r"drawn with temperature 0.7, min_p 0.05, seed (\d+), ended", figures)
@@ -118,10 +126,10 @@ def test_slips_end_no_talk(say: Any, answers: Any, tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.json"
     wrong.write_text('{"messages": [{"role": "nobody", "content": 1}]}')
     out, err = say("/foo", "/method d4", "/method early_exit:exit_layer=99", "/save", "/load", f"/load {wrong}",
-                   f"/load {tmp_path / 'none'}", "one", options=("--quiet",))
+                   f"/load {tmp_path / 'none'}", "one")
     assert out == f"{answers('one')[0]}\n"
     assert [next(part for part in parts if part in line) for line, parts in zip(err, [
-        ["there is no /foo; there are /exit, /help"], ["d4"], ["99"], ["/save needs the name of a file"],
+        ["there is no /foo; there are /exit, /file"], ["d4"], ["99"], ["/save needs the name of a file"],
         ["/load needs the name of a file"], ["holds no messages"], ["cannot read"],
     ], strict=True)]
 
@@ -148,7 +156,7 @@ def test_an_interrupt_ends_the_answer_alone(
 
     monkeypatch.setattr(terminal.Printer, "show", show)
     monkeypatch.setattr("shoal.decode.batch._MOST_STEPS", 1)  # so that no token has come that was not shown
-    out, err = say("one", "/stats", "/reset", "one")
+    out, err = say("one", "/stats", "/reset", "one", options=("--stats",))
     whole = answers("one")[0]
     begun = out[: out.index("\n1 answer, 4 tokens")]
     assert begun and whole.startswith(begun) and begun != whole

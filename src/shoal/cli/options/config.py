@@ -29,7 +29,7 @@ else:
 FILE = "shoal.toml"
 SHARED = ("backend", "color", "device", "dtype", "model", "quant", "revision", "threads")
 """Settings allowed above the tables."""
-OWN = ("trust-remote-code", "unsafe")
+OWN = ("mcp", "mcp-allow", "trust-remote-code", "unsafe")
 """Settings allowed in the user's own file only: a downloaded project must not be able to run code by them."""
 
 
