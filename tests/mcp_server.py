@@ -47,4 +47,7 @@ if __name__ == "__main__":
         sys.exit("no licence \x1b[31mfound")
     if sys.argv[1:] == ["silent"]:
         time.sleep(3600)
-    server.run()
+    if sys.argv[1:2] == ["http"]:
+        server.run("streamable-http", port=int(sys.argv[2]))
+    else:
+        server.run()

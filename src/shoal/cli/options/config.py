@@ -64,7 +64,7 @@ def arguments(command: str, commands: Iterable[str], options: Iterable[str], arg
         settings |= {name: value for name, value in found.items() if not isinstance(value, Mapping)}
         settings |= found.get(command, {})
     return [arg for name, value in settings.items() for arg in _typed(name, value)
-            if not (name in SHARED and f"--{name}" not in known)
+            if not (name in (*SHARED, *OWN) and f"--{name}" not in known)
             and not (own_method and (name == "method" or f"--{name}" not in known))]
 
 
