@@ -6,7 +6,12 @@ import os
 import sys
 import time
 
-from mcp.server.mcpserver import MCPServer
+if sys.argv[1:] == ["broken"]:
+    sys.exit("no licence \x1b[31mfound")
+if sys.argv[1:] == ["silent"]:
+    time.sleep(3600)
+
+from mcp.server.mcpserver import MCPServer  # noqa: E402 - which takes a while
 
 server = MCPServer("test")
 
@@ -43,10 +48,6 @@ def die() -> str:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["broken"]:
-        sys.exit("no licence \x1b[31mfound")
-    if sys.argv[1:] == ["silent"]:
-        time.sleep(3600)
     if sys.argv[1:2] == ["http"]:
         server.run("streamable-http", port=int(sys.argv[2]))
     else:

@@ -88,8 +88,14 @@ def tell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tm
 
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls may take a second."""
-    monkeypatch.setitem(McpServers.__init__.__kwdefaults__, "calling", 1.0)
+    """A call of `hang` may take a second."""
+    real = McpServers.call
+
+    def call(self: McpServers, tool: Any, arguments: Any) -> str:
+        self._calling = 1.0 if tool.name == "hang" else 60.0
+        return real(self, tool, arguments)
+
+    monkeypatch.setattr(McpServers, "call", call)
 
 
 @pytest.mark.parametrize("tagged", [True, False])
@@ -140,19 +146,22 @@ def test_a_configuration_may_allow_tools(tell: Any, config: Any) -> None:
 
 @pytest.mark.usefixtures("hurried")
 def test_the_chat_goes_on_after_a_tool_that_hangs_and_a_server_that_dies(tell: Any, config: Any) -> None:
-    allowed = [part for name in ("hang", "die", "fail", "megabyte") for part in ("--mcp-allow", name)]
-    texts = [written("hang"), "Late.", written("fail"), "Bad.", written("megabyte"), "Long.", written("die"), "Gone.",
-             written("clock", ROME)]
-    out, err, talk = tell(scripted(texts), *"abcdef"[:5], "/tools", options=["--mcp", config(), *allowed])
+    allowed = [part for name in ("hang", "die", "fail") for part in ("--mcp-allow", name)]
+    texts = [written("hang"), "Late.", written("fail"), "Bad.", written("die"), "Gone.", written("clock", ROME)]
+    out, err, talk = tell(scripted(texts), *"abcd", "/tools", options=["--mcp", config(), *allowed])
     assert "[the tool 'hang' of the MCP server 'test' gave no answer within 1 s]\n" in err
     assert "[the tool 'fail' reports an error: Error executing tool fail]\n" in err
     assert "[the MCP server 'test' has ended, and its tools are gone]\n" in err
-    assert f"| {'x' * 200} ...\n| [cut here: {MOST} of {1 << 20} characters]\n" in err
     results = [message["content"] for message in talk if message["role"] == "tool"]
-    assert results[0].startswith("The call failed: the tool 'hang'") and len(results[2]) < MOST + 100
-    for text in ("Late.", "Bad.", "Long.", "Gone.", texts[-1]):  # without tools a call is text
-        assert f"{text}\n" in out
-    assert out.endswith("no MCP server offers any\n")
+    assert [text.partition(":")[0] for text in results] == ["The call failed"] * 3
+    assert out == f"Late.\nBad.\nGone.\n{texts[-1]}\nno MCP server offers any\n"  # without tools a call is text
+
+
+def test_a_megabyte_is_cut_before_it_is_shown_and_read(tell: Any, config: Any) -> None:
+    texts = [written("megabyte"), "Long."]
+    _, err, talk = tell(scripted(texts), "more", options=["--mcp", config(allow=["megabyte"])])
+    assert f"| {'x' * 200} ...\n| [cut here: {MOST} of {1 << 20} characters]\n" in err
+    assert talk[2]["content"].startswith("x" * MOST) and len(talk[2]["content"]) < MOST + 100
 
 
 def test_answers_that_only_call_end(tell: Any, config: Any) -> None:

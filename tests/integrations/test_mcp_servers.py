@@ -29,7 +29,7 @@ def server(name: str, *words: str, **more: Any) -> ServerConfig:
 @pytest.fixture(scope="module")
 def running() -> Iterator[McpServers]:
     said: list[str] = []
-    servers = McpServers([server("test", allow=frozenset({"clock"}))], said.append, calling=1.0)
+    servers = McpServers([server("test", allow=frozenset({"clock"}))], said.append)
     assert said == []
     yield servers
     servers.close()
@@ -62,9 +62,10 @@ def test_a_megabyte_is_cut(running: McpServers) -> None:
     ("hang", {}, "the tool 'hang' of the MCP server 'test' gave no answer within 1 s"),
 ])
 def test_a_call_that_fails_says_why_and_the_next_one_works(
-    running: McpServers, name: str, arguments: dict[str, Any], said: str
+    running: McpServers, name: str, arguments: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(CallFailed, match=f"^{said}"):
+    with monkeypatch.context() as hurried, pytest.raises(CallFailed, match=f"^{said}"):
+        hurried.setattr(running, "_calling", 1.0 if name == "hang" else 60.0)
         call(running, name, **arguments)
     assert call(running, "clock", place="Oslo").startswith("It is noon in Oslo.")
 
@@ -91,17 +92,19 @@ def test_a_server_that_dies_is_gone_and_the_others_stay() -> None:
 
 def test_servers_that_do_not_start_cost_a_line_each_and_leave_no_process() -> None:
     said: list[str] = []
-    gone = [server("broken", "broken"), ServerConfig("none", "/nowhere/at/all"), server("silent", "silent"),
+    gone = [server("broken", "broken"), ServerConfig("none", "/nowhere/at/all"),
             ServerConfig("web", url="http://127.0.0.1:9/mcp")]
-    servers = McpServers(gone, said.append, starting=1.5)
-    servers.close()
-    assert servers.tools == [] and len(said) == 4 and not any("\n" in line or "\x1b" in line for line in said)
+    for configs, seconds in ((gone, 60.0), ([server("silent", "silent")], 1.5)):
+        servers = McpServers(configs, said.append, starting=seconds)
+        servers.close()
+        assert servers.tools == []
+    assert len(said) == 4 and not any("\n" in line or "\x1b" in line for line in said)
     for line, (name, why) in zip(said, {
-        "broken": "Connection closed; it said: no licence", "none": "No such file", "silent": "no answer within 1.5 s",
-        "web": "connection",
+        "broken": "Connection closed; it said: no licence", "none": "No such file", "web": "connection",
+        "silent": "no answer within 1.5 s",
     }.items(), strict=True):
         assert line.startswith(f"the MCP server {name!r} does not start: ") and why in line
-    assert not [one for one in psutil.Process().children() if SERVER in one.cmdline()]
+    assert not [one for one in psutil.Process().children() if {"broken", "silent"} & {*one.cmdline()}]
 
 
 def test_too_many_tools_and_too_large_schemas_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

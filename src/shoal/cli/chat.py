@@ -201,14 +201,16 @@ class Talk:
                             break
             finally:
                 turn.close()
-                printer.close()
+                if told.shown or not told.calls:
+                    printer.close()
         if not turn.result.tokens:
             return []
         self._answers.append(turn.result.stats)
         if self._figures:
             print(_wrapped(summary(turn.result)), file=sys.stderr)
-        if told.calls:
-            self._session.messages[-1] = {"role": "assistant", "content": told.said, "tool_calls": told.calls}
+        if heard or not told.calls:
+            return []
+        self._session.messages[-1] = {"role": "assistant", "content": told.said, "tool_calls": told.calls}
         return told.calls
 
     def _reader(self, turn: Turn, said: list[dict[str, Any]]) -> AnswerReader | None:
@@ -330,12 +332,13 @@ class _Told:
     """What of an answer is said, and which tools it calls; `reader` is None where it calls none."""
 
     def __init__(self, reader: AnswerReader | None) -> None:
-        self._reader, self.said = reader, ""
+        self._reader, self.said, self.shown = reader, "", False
         self.calls: list[dict[str, Any]] = []
 
     def text(self, piece: str, finish: str | None) -> str:
         """The text to show for a piece."""
         if self._reader is None:
+            self.shown = True
             return piece
         delta = self._reader.read(piece, finish is not None, finish == "length")
         for call in delta.get("tool_calls", []):
@@ -344,7 +347,9 @@ class _Told:
                 function = {**function, "arguments": json.loads(function["arguments"])}
             self.calls.append({"id": call["id"], "type": "function", "function": function})
         self.said += delta.get("content", "")
-        return str(delta.get("reasoning_content", "") + delta.get("content", ""))
+        text = str(delta.get("reasoning_content", "") + delta.get("content", ""))
+        self.shown = self.shown or bool(text)
+        return text
 
 
 def help_text() -> str:
