@@ -15,14 +15,17 @@ from typing import Any
 import pytest
 import torch
 
+from families import tiny
+from serving import MODEL
 from shoal.cli import main
 from shoal.cli.console import calls
 from shoal.cli.console.lines import Lines
 from shoal.cli.options import common
 from shoal.engine.engine import Engine
+from shoal.engine.loading.load import engine_for
 from shoal.integrations.mcp_servers import MOST, McpServers
 from terminals import Terminal
-from tool_tokenizer import speaking, tool_tokenizer
+from tool_tokenizer import tool_tokenizer
 
 pytest.importorskip("mcp")
 SERVER = str(Path(__file__).parent.parent / "mcp_server.py")
@@ -47,9 +50,10 @@ class Forced:
         return only
 
 
-def scripted(texts: Sequence[str], tagged: bool = True) -> Engine:
-    """A model that answers with these texts, one after another; `prompts` has what it read."""
-    engine = speaking(tagged)
+def scripted(texts: Sequence[str], tagged: bool = True, context: int = 1 << 14) -> Engine:
+    """A model that answers with these texts, one after another."""
+    engine = engine_for(tiny("llama", layers=2, max_position_embeddings=context), tool_tokenizer(tagged), name=MODEL)
+    engine.eos_token_ids = frozenset({engine.tokenizer.eos_token_id})
     left, end = iter(texts), next(iter(engine.eos_token_ids))
 
     def script(tokens: Sequence[int], most: int, *_: Any) -> tuple[Forced, ...]:
@@ -91,9 +95,9 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call of `hang` may take a second."""
     real = McpServers.call
 
-    def call(self: McpServers, tool: Any, arguments: Any) -> str:
+    def call(self: McpServers, tool: Any, *rest: Any) -> str:
         self._calling = 1.0 if tool.name == "hang" else 60.0
-        return real(self, tool, arguments)
+        return real(self, tool, *rest)
 
     monkeypatch.setattr(McpServers, "call", call)
 
@@ -157,11 +161,16 @@ def test_the_chat_goes_on_after_a_tool_that_hangs_and_a_server_that_dies(tell: A
     assert out == f"Late.\nBad.\nGone.\n{texts[-1]}\nno MCP server offers any\n"  # without tools a call is text
 
 
-def test_a_megabyte_is_cut_before_it_is_shown_and_read(tell: Any, config: Any) -> None:
+@pytest.mark.parametrize(("context", "most"), [(1 << 14, MOST), (1024, 1024)])
+def test_a_megabyte_is_cut_before_it_is_shown_and_read(tell: Any, config: Any, context: int, most: int) -> None:
+    """Here a character is a token, so that a small context does not hold the answer to it: nothing of it stays."""
     texts = [written("megabyte"), "Long."]
-    _, err, talk = tell(scripted(texts), "more", options=["--mcp", config(allow=["megabyte"])])
-    assert f"| {'x' * 200} ...\n| [cut here: {MOST} of {1 << 20} characters]\n" in err
-    assert talk[2]["content"].startswith("x" * MOST) and len(talk[2]["content"]) < MOST + 100
+    _, err, talk = tell(scripted(texts, context=context), "more", options=["--mcp", config(allow=["megabyte"])])
+    assert f"| {'x' * 200} ...\n| [cut here: {most} of {1 << 20} characters]\n" in err
+    if context == most:
+        assert talk == [] and "the model's context 1024" in err
+    else:
+        assert talk[2]["content"].startswith("x" * most) and len(talk[2]["content"]) < most + 100
 
 
 def test_answers_that_only_call_end(tell: Any, config: Any) -> None:
@@ -174,14 +183,14 @@ def test_answers_that_only_call_end(tell: Any, config: Any) -> None:
 def test_an_interrupt_ends_a_call_and_the_turn(
     tell: Any, config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(self: Any, tool: Any, arguments: Any) -> str:
+    def interrupted(*_: Any) -> str:
         signal.raise_signal(signal.SIGINT)
         raise AssertionError
 
     monkeypatch.setattr(McpServers, "call", interrupted)
     two = f"{written('clock', ROME)}{written('clock', OSLO)}"
-    _, _, talk = tell(scripted([two, "Yes?"]), "time?", "hello", options=["--mcp", config(allow=["clock"])])
-    assert [message["content"] for message in talk[2:]] == [*["The user interrupted this call."] * 2, "hello", "Yes?"]
+    _, _, talk = tell(scripted([two, "So?"]), "time?", "hello", options=["--mcp", config(allow=["clock"])])
+    assert [message["content"] for message in talk[2:]] == [*["The user interrupted this call."] * 2, "hello", "So?"]
 
 
 def test_the_tools_are_listed(tell: Any, config: Any) -> None:

@@ -222,9 +222,10 @@ class Talk:
     def _results(self, tools: ToolUse, calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """A message with the result of each call. An interrupt ends the turn; the conversation then says so."""
         made = list[dict[str, Any]]()
+        tokenizer, context = self._engine.tokenizer, self._engine.runner.max_positions
         try:
             for call in calls:
-                made.append(tools.result(call, self._engine.tokenizer))
+                made.append(tools.result(call, tokenizer, context))
         except KeyboardInterrupt:
             self._session.messages += [*made, *(tools.no_result(call) for call in calls[len(made) :])]
             raise

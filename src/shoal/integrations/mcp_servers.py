@@ -159,8 +159,8 @@ class McpServers:
         self._clients[config.name] = client
         return list(tools)
 
-    def call(self, tool: OfferedTool, arguments: Any) -> str:
-        """The text of a tool's result, at most `MOST` characters.
+    def call(self, tool: OfferedTool, arguments: Any, most: int = MOST) -> str:
+        """The text of a tool's result, at most `most` characters.
 
         Raises:
             CallFailed: the tool reports an error, takes too long, or its server has ended.
@@ -178,7 +178,7 @@ class McpServers:
             raise
         except Exception as error:
             raise CallFailed(self._failure(tool, error)) from None
-        text = bounded(_text(result))
+        text = bounded(_text(result), most)
         if result.is_error:
             raise CallFailed(f"the tool {tool.name!r} reports an error: {one_line(text) or 'it says no more'}")
         return text
@@ -281,7 +281,7 @@ def _part(block: Any) -> str:
     return inner if isinstance(inner, str) else f"[{block.type}: no text]"
 
 
-def bounded(text: str, most: int = MOST) -> str:
+def bounded(text: str, most: int) -> str:
     """A text of at most `most` characters, and a note on what was cut."""
     return text if len(text) <= most else f"{text[:most]}\n[cut here: {most} of {len(text)} characters]"
 

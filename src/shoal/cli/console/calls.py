@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from shoal.integrations.mcp_servers import CallFailed, McpServers, OfferedTool, one_line
+from shoal.integrations.mcp_servers import MOST, CallFailed, McpServers, OfferedTool, one_line
 from shoal.serve.errors import ApiError
 from shoal.serve.protocol.thoughts import AnswerReader, thoughts_of
 from shoal.serve.protocol.tools import tools_of
@@ -66,8 +66,12 @@ class ToolUse:
     def _state(self, tool: OfferedTool) -> str:
         return "allowed" if tool.name in self._allowed else "asks"
 
-    def result(self, call: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
-        """Make a call, if that is allowed, and show what comes of it; a message for the template."""
+    def result(self, call: Mapping[str, Any], tokenizer: Any, context: int | None) -> dict[str, Any]:
+        """Make a call, if that is allowed, and show what comes of it; a message for the template.
+
+        Args:
+            context: positions of the model: a result has at most as many characters, some quarter of them in tokens.
+        """
         name, arguments = call["function"]["name"], call["function"]["arguments"]
         tool = next((one for one in self._servers.tools if one.name == name), None)
         if tool is None:
@@ -76,7 +80,7 @@ class ToolUse:
         elif not self._may(tool, arguments):
             text = _REFUSED
         else:
-            text = self._called(tool, arguments)
+            text = self._called(tool, arguments, MOST if context is None else min(MOST, context))
         return _result_of(call, defused(text, tokenizer))
 
     def no_result(self, call: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,9 +101,9 @@ class ToolUse:
         say(f"{tool.name} was not called" + ("" if said else f"; --mcp-allow {tool.name} allows it without asking"))
         return False
 
-    def _called(self, tool: OfferedTool, arguments: Any) -> str:
+    def _called(self, tool: OfferedTool, arguments: Any, most: int) -> str:
         try:
-            text = self._servers.call(tool, arguments)
+            text = self._servers.call(tool, arguments, most)
         except CallFailed as error:
             say(str(error))
             return f"The call failed: {error}"
