@@ -254,21 +254,20 @@ class Talk:
         """
         if name:
             bring.ready(name, yes=self._args.yes)
-            former = vars(self._args).copy()
+            former, messages = vars(self._args).copy(), self._session.messages
             self._args.model, self._args.revision = name, None
             try:
-                self._load()
+                self._load(messages)
             except BaseException:
                 vars(self._args).update(former)
-                self._load()
+                self._load(messages)
                 raise
         print(f"model: {self._engine.model_name or 'the default model'}")
 
-    def _load(self) -> None:
-        """Load the model that the options name, with the conversation so far."""
-        messages, former = self._session.messages, self._engine
-        del self._session, self._engine
-        del former
+    def _load(self, messages: list[dict[str, Any]]) -> None:
+        """Load the model that the options name, to go on with a conversation."""
+        vars(self).pop("_session", None)
+        vars(self).pop("_engine", None)
         gc.collect()  # an engine and its methods hold each other
         self._engine = common.load_engine(self._args, chats=True)
         self._engine.recipe(self._method, self._args.max_new_tokens)  # refused here, not in the middle of an answer
