@@ -243,9 +243,9 @@ def test_alt_enter_begins_a_line_and_enter_sends(chat_folder: str, tmp_path: Pat
     saved = tmp_path / "talk.json"
     argv = ["chat", "--stats", "--model", chat_folder, "--method", "full", "--max-new-tokens", "3", "--color", "never"]
     with Terminal(*argv) as terminal:
-        terminal.until(lambda found: b">>> " in found)
+        terminal.until(lambda found: b">>>" in found)
         terminal.type(b"first\x1b\rsecond\x1b\r\x1b\rthird\r")
-        terminal.until(lambda found: b"ended by" in found and b">>> " in found.partition(b"ended by")[2])
+        terminal.until(lambda found: b"ended by" in found and b">>>" in found.partition(b"ended by")[2])
         terminal.type(b"/sa\t")  # completed
         terminal.type(f" {saved}\r".encode())
         terminal.until(lambda found: b"saved 2 messages" in found)
@@ -257,7 +257,7 @@ def test_alt_enter_begins_a_line_and_enter_sends(chat_folder: str, tmp_path: Pat
 def test_help_and_figures_wrap_by_words(chat_folder: str) -> None:
     argv = ["chat", "--stats", "--model", chat_folder, "--method", "full", "--max-new-tokens", "3", "--color", "never"]
     with Terminal(*argv, code=READLINE, columns=44) as terminal:
-        hello = terminal.until(lambda found: b">>> " in found)
+        hello = terminal.until(lambda found: b">>>" in found)
         terminal.type(b"/help\r")
         told = terminal.until(lambda found: found.endswith(b">>> ") and b"/exit" in found)
         terminal.type(b"one\r")
@@ -288,12 +288,12 @@ def test_a_terminal(chat_folder: str, code: str) -> None:
     argv = ["chat", "--model", chat_folder, "--method", "full", "--max-new-tokens", "60000", "--color", "never",
             "--stats"]
     with Terminal(*argv, code=code) as terminal:
-        said = terminal.until(lambda found: b">>> " in found)
+        said = terminal.until(lambda found: b">>>" in found)
         assert b"Ctrl-D" in said and (b"three quotes" if code else b"Alt-Enter") in said
         terminal.type(b"one\r")
         terminal.until(lambda found: len(found) > 600)  # it answers
         terminal.process.send_signal(signal.SIGINT)
-        assert b"interrupted]" in terminal.until(lambda found: b">>> " in found)
+        assert b"interrupted]" in terminal.until(lambda found: b">>>" in found)
         terminal.type(b"\x04")
         terminal.until(lambda found: b"\n" in found)
         assert terminal.process.wait(timeout=60) == 0
@@ -318,12 +318,12 @@ def test_a_paste_is_one_message(chat_folder: str, tmp_path: Path, code: str) -> 
     argv = ["chat", "--stats", "--model", chat_folder, "--method", "full", "--max-new-tokens", "3", "--color", "never"]
     saved = tmp_path / "talk.json"
     with Terminal(*argv, code=code) as terminal:
-        assert b"\x1b[?2004h" in terminal.until(lambda found: b">>> " in found)  # the terminal is asked to mark pastes
+        assert b"\x1b[?2004h" in terminal.until(lambda found: b">>>" in found)  # the terminal is asked to mark pastes
         for text, _ in PASTES.values():
             pasted = text.replace("\n", "\r").encode()  # as terminals send a line's end
             terminal.type(b"\x1b[200~" + pasted + b"\x1b[201~")
             terminal.type(b"\r")
-            terminal.until(lambda found: found.count(b"ended by") == 1 and b">>> " in found.partition(b"ended by")[2])
+            terminal.until(lambda found: found.count(b"ended by") == 1 and b">>>" in found.partition(b"ended by")[2])
         terminal.type(f"/save {saved}\r".encode())
         terminal.until(lambda found: b"saved" in found)
     heard = [one["content"] for one in json.loads(saved.read_text("utf-8"))["messages"] if one["role"] == "user"]

@@ -261,7 +261,7 @@ def program() -> Iterator[str]:
 def test_in_a_terminal_the_question_waits_for_an_answer(program: str, config: Any) -> None:
     argv = ["chat", "--method", "full", "--temperature", "0", "--color", "never", "--mcp", config()]
     with Terminal(*argv, code=program) as terminal:
-        terminal.until(lambda found: b">>> " in found)
+        terminal.until(lambda found: b">>>" in found)
         terminal.type(b"time?\r")
         terminal.until(lambda found: b"[a]lways: " in found)
         terminal.type(b"y\n")

@@ -57,7 +57,7 @@ def _history(path: Path) -> History:
     return FileHistory(path)
 
 
-class _Commands(Completer):  # type: ignore[misc] - of a package that mypy skips
+class _Commands(Completer):  # type: ignore[misc]
     """Completes commands, and the paths that some of them take."""
 
     def __init__(self, commands: Sequence[str]) -> None:
