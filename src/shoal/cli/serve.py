@@ -43,6 +43,8 @@ def add_arguments(parser: Parser) -> None:
     scheduling = common.add_scheduling(parser)
     scheduling.add_argument("--max-waiting", metavar="N", type=int, default=256, help="most waiting requests; then 429")
     _add_limits(parser)
+    parser.show_usual("--model", "--method", "--memory", "--host", "--port", "--api-key", "--served-model-name",
+                      "--max-seqs", "--max-tokens", "--cors-origin")
 
 
 def _add_address(parser: Parser) -> None:

@@ -80,6 +80,7 @@ class Engine:
         sampling: what the model's makers recommend for `Sampling`, where they say so. Commands and servers draw by it;
             see `shoal.engine.loading.generation_config`.
         sampling_from: where that stands: "files", the address that the table of short names gives, or "" for nowhere.
+        unpacked: why transformers' modules run, where Shoal's packed layers were wanted and do not fit; "" otherwise.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class Engine:
         self.limit: MemoryLimit | None = None
         self._generation_processors = partial(processors, generation_rules or {}, device=runner.device)
         self.sampling: Mapping[str, float] = {}
-        self.sampling_from = ""
+        self.sampling_from = self.unpacked = ""
         self._turn = threading.RLock()
         self._draft_models = None if open_model is None else DraftModels(self, open_model)
         self._tensors = TrainedTensors(runner.device)

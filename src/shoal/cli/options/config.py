@@ -29,7 +29,7 @@ else:
 FILE = "shoal.toml"
 SHARED = ("backend", "color", "device", "dtype", "model", "quant", "revision", "threads")
 """Settings allowed above the tables."""
-OWN = ("trust-remote-code", "unsafe")
+OWN = ("mcp", "mcp-allow", "trust-remote-code", "unsafe")
 """Settings allowed in the user's own file only: a downloaded project must not be able to run code by them."""
 
 
@@ -64,7 +64,7 @@ def arguments(command: str, commands: Iterable[str], options: Iterable[str], arg
         settings |= {name: value for name, value in found.items() if not isinstance(value, Mapping)}
         settings |= found.get(command, {})
     return [arg for name, value in settings.items() for arg in _typed(name, value)
-            if not (name in SHARED and f"--{name}" not in known)
+            if not (name in (*SHARED, *OWN) and f"--{name}" not in known)
             and not (own_method and (name == "method" or f"--{name}" not in known))]
 
 
