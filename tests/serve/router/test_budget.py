@@ -8,9 +8,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from chat_tokenizer import chat_tokenizer
+from families import tiny
 from real_models import real_model
 from shoal import load
 from shoal.engine.engine import Engine
+from shoal.engine.loading.load import engine_for
 from shoal.engine.memory.memory_limit import MemoryLimit
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.errors import OutOfMemory
@@ -35,6 +38,24 @@ def test_models_fit_by_all_that_they_may_take() -> None:
     free = MemoryBudget(None)
     free.check("the model 'a'", 1 << 60)
     assert free.fits([], 1) and not free.fits([], 1 << 60)
+
+
+def test_a_model_starts_though_others_take_memory_as_it_does() -> None:
+    engine = engine_for(tiny("llama", layers=2), chat_tokenizer(), name="a")
+    engine.limit = limit = MemoryLimit("8GiB")
+    given = list[int]()
+
+    def scheduler(found: Engine, kv: int | None, prefixes: int | None) -> Scheduler:
+        assert kv is not None and prefixes is not None
+        left = limit.for_seqs(found, 256)
+        given.extend([left, kv + prefixes])
+        return Scheduler(found, kv_bytes=kv, prefix_bytes=prefixes)
+
+    making = Making(lambda one: 1, lambda one: engine, scheduler)
+    held = ModelLoader(Settings(), making, MemoryBudget(limit)).load(Listed("a", "a"))
+    held._kv = 1 << 50  # more than there is
+    held.start()
+    assert held.close(1.0) and given[1] < 0.97 * given[0]
 
 
 @pytest.mark.slow

@@ -21,6 +21,9 @@ from shoal.serve.router.budget import MemoryBudget
 from shoal.serve.router.listing import Listed
 from shoal.serve.settings import Settings
 
+_CALM = 0.95
+"""Part of what is left that a model takes, as others may take some before its scheduler looks again."""
+
 
 @dataclass(frozen=True)
 class Making:
@@ -72,7 +75,8 @@ class ModelInMemory:
         """Get ready for requests, and go on counting where an earlier time in memory ended."""
         kv, name = self._kv, self._settings.model_name
         if kv is not None and self.engine.limit is not None:  # by the true sizes of what is beside it
-            kv = min(kv, self.engine.limit.for_seqs(self.engine, self._making.chunk))
+            left = self.engine.limit.for_seqs(self.engine, self._making.chunk)
+            kv = min(kv, int(left * _CALM))
         if self._making.kv is not None:  # divided as the operator says
             kv = None
         parts = (None, None) if kv is None else (kv - kv // 5, kv // 5)
