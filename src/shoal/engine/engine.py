@@ -33,6 +33,7 @@ from shoal.engine.memory.footprint import weight_bytes
 from shoal.engine.memory.memory_limit import MemoryLimit
 from shoal.engine.request import Options, Prompt, Request, is_batch, prompt_ids
 from shoal.engine.scheduling.stream import Stream
+from shoal.engine.scheduling.turns import FairTurns
 from shoal.engine.session import Session
 from shoal.errors import OutOfMemory, stays_here
 from shoal.methods import make
@@ -101,7 +102,7 @@ class Engine:
         self._generation_processors = partial(processors, generation_rules or {}, device=runner.device)
         self.sampling: Mapping[str, float] = {}
         self.sampling_from = self.unpacked = ""
-        self._turn = threading.RLock()
+        self._turn: AbstractContextManager[bool] = threading.RLock()
         self._draft_models = None if open_model is None else DraftModels(self, open_model)
         self._tensors = TrainedTensors(runner.device)
         self._memory: dict[Any, Any] = {}
@@ -324,3 +325,7 @@ class Engine:
     def turn(self) -> AbstractContextManager[bool]:
         """The lock that a forward holds; a logits processor may use the engine itself."""
         return self._turn
+
+    def share_turns(self, turns: FairTurns) -> None:
+        """Run no forward while another engine that shares these turns does; to be called before the first one."""
+        self._turn = turns.of(self._turn)

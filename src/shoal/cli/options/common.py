@@ -41,11 +41,11 @@ _ON_MODULES = ("this model runs on transformers' modules, not on Shoal's kernels
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
-def add_model(parser: Parser, dtype: str | None = None) -> None:
-    """The options that say which model to load and how."""
+def add_model(parser: Parser, dtype: str | None = None, *, several: bool = False) -> None:
+    """The options that say which model to load and how; with `several`, `--model` may be given again."""
     group = parser.add_argument_group("model")
-    group.add_argument("--model", metavar="M", help="folder, GGUF file, or a name as for `shoal pull`; "
-                       "by default SmolLM2-135M-Instruct")
+    group.add_argument("--model", metavar="M", action="append" if several else "store", help="folder, GGUF file, or a "
+                       "name as for `shoal pull`; by default SmolLM2-135M-Instruct" + "; repeatable" * several)
     group.add_argument("--yes", action="store_true", help="fetch a model that is not here without asking")
     group.add_argument("--revision", metavar="R", help="branch, tag or commit on the Hub")
     group.add_argument("--dtype", choices=DTYPES, default=dtype, help="type of the weights and of the computation; by "
