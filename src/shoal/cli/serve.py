@@ -27,6 +27,7 @@ EXAMPLES = """examples:
   shoal serve --method d3 --admission waves --patience 2 --methods full,d3
   shoal serve --model path/to/model --replicas 4
   shoal serve --model path/to/model --memory 2GiB
+  shoal serve --model path/to/model --lora sql=path/to/adapter --lora tone=path/to/adapter.gguf:0.5
 """
 _SETTINGS = ("method", "default_max_tokens", "max_tokens", "max_n", "max_body", "grace", "log_prompts", "strict",
              "keep_alive", "stall", "members_folder")
@@ -36,7 +37,7 @@ _SETTINGS = ("method", "default_max_tokens", "max_tokens", "max_n", "max_body", 
 def add_arguments(parser: Parser) -> None:
     """Declare the options."""
     common.add_method(parser, default="auto")
-    common.add_model(parser)
+    common.add_adapter(common.add_model(parser), several=True)
     parser.add_argument("--memory", metavar="SIZE", help="most that the process may take, such as 2GiB; a request that "
                         "would not fit waits, one that never can is refused")
     _add_address(parser)
@@ -127,7 +128,10 @@ def _parts(args: argparse.Namespace, settings: Settings) -> tuple[Scheduler, Set
         if branches > max(most, 1):
             raise ValueError(f"{option} is {most}; {args.method.name} needs {branches}: one for each branch")
     name = args.served_model_name or Path(engine.model_name).name or settings.model_name
-    return common.make_scheduler(args, engine, max_waiting=args.max_waiting), replace(settings, model_name=name)
+    if name in engine.adapters:
+        raise ValueError(f"an adapter and the model are both named {name!r}; write --lora NAME=PATH with another name")
+    settings = replace(settings, model_name=name, adapters=tuple(engine.adapters))
+    return common.make_scheduler(args, engine, max_waiting=args.max_waiting), settings
 
 
 def _settings(args: argparse.Namespace) -> Settings:

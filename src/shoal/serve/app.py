@@ -83,21 +83,24 @@ def create_app(scheduler: Scheduler, settings: Settings, metrics: Metrics | None
 
 def _add_models(app: FastAPI, scheduler: Scheduler, settings: Settings) -> None:
     made, name, most = int(time.time()), settings.model_name, scheduler.engine.runner.max_positions
-    card = {"id": name, "object": "model", "created": made, "owned_by": "shoal", "max_model_len": most,
-            "type": "model", "display_name": name, "lifecycle": "active", "max_input_tokens": most,
-            "created_at": datetime.fromtimestamp(made, timezone.utc).isoformat(), "max_tokens": settings.max_tokens}
+    card = {"object": "model", "created": made, "owned_by": "shoal", "max_model_len": most, "type": "model",
+            "lifecycle": "active", "max_input_tokens": most, "max_tokens": settings.max_tokens,
+            "created_at": datetime.fromtimestamp(made, timezone.utc).isoformat()}
+    cards = {one: {"id": one, "display_name": one, **card, **({} if one == name else {"parent": name})}
+             for one in settings.names}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """The one model, in the forms of OpenAI and Anthropic."""
-        return {"object": "list", "data": [card], "has_more": False, "first_id": name, "last_id": name}
+        """The model, and its adapters as models of their own, in the forms of OpenAI and Anthropic."""
+        return {"object": "list", "data": [*cards.values()], "has_more": False, "first_id": name,
+                "last_id": [*cards][-1]}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
         """The model by its name."""
-        if name != settings.model_name:
-            raise no_model(name, settings.model_name)
-        return card
+        if name not in cards:
+            raise no_model(name, *cards)
+        return cards[name]
 
 
 def _add_ollamas(app: FastAPI, routes: OllamaRoutes) -> None:
