@@ -14,7 +14,7 @@ from torch.nn.functional import layer_norm, rms_norm, scaled_dot_product_attenti
 from shoal.model.layers.alternating import HALVED, cut_off
 from shoal.model.layers.differential import Differential, paired
 from shoal.model.layers.mixer import Mixer
-from shoal.model.packed.adapters import Added, nothing_added
+from shoal.model.lora.packed import Added, nothing_added
 from shoal.model.packed.linear import ACTIVATIONS, Linear
 from shoal.model.packed.shape import HeadSizes, Shape, rotate
 from shoal.model.packed.weights import Layer

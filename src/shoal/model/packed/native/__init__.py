@@ -51,6 +51,6 @@ __all__ = [
     "ATTENTION", "Arena", "ChainWish", "Foreseen", "Foresight", "KVBinding", "Kind", "LANES", "MAX_EXPERTS",
     "MAX_HEAD_DIM", "MAX_NODES", "MAX_STREAMS", "MAX_TOKENS", "MLP", "Memory", "NativeAdapter", "NativeBatch",
     "NativeChain", "NativeModel", "OWN", "OwnSlots", "PackedWeight", "Path", "STORE", "SlotChoice", "SlotLabels",
-    "as_packed", "available", "chain_ancestors", "kind_of_type", "layout_version", "matmul", "pack", "pack_blocks", "packed_bytes",
-    "put_adapters", "scatter", "share_inputs", "vector_set", "why_not",
+    "as_packed", "available", "chain_ancestors", "kind_of_type", "layout_version", "matmul", "pack", "pack_blocks",
+    "packed_bytes", "put_adapters", "scatter", "share_inputs", "vector_set", "why_not",
 ]

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from shoal.model.lora.adapter import Factors
-from shoal.model.packed.adapters import SITES, PackedAdapter
+from shoal.model.lora.packed import SITES, PackedAdapter
 from shoal.model.packed.native.library import LANES, AdapterStruct, BatchStruct, LowRankStruct
 
 
