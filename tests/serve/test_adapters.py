@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
+import torch
 
 from adapters import drawn, write_peft
 from families import tiny
+from real_models import real_model
 from serving import MODEL, Running, serving, tiny_engine
 from shoal.cli import main
 
@@ -61,6 +64,35 @@ def test_ollamas_routes_and_chats_know_them(server: Running) -> None:
     assert answer["model"] == "two" and answer["message"]["content"] == other["choices"][0]["message"]["content"]
 
 
+@pytest.mark.slow
+def test_a_real_model_with_two_adapters_in_one_batch(tmp_path: Path) -> None:
+    """Random adapters of a published model in GGUF, through real loading: a stream's text is what it gives alone."""
+    from shoal import load
+
+    engine = load(real_model("smollm2"))
+    layer = engine.runner.shape
+    generator = torch.Generator().manual_seed(0)
+    for name in ("one", "two"):
+        rows = {"q_proj": layer.heads * layer.head_dim, "v_proj": layer.kv_heads * layer.head_dim}
+        pairs = {f"model.layers.{number}.self_attn.{part}": (
+            torch.randn(8, layer.hidden, generator=generator), torch.randn(count, 8, generator=generator) * 0.02)
+            for number in range(layer.num_layers) for part, count in rows.items()}
+        engine.add_adapter(write_peft(tmp_path / name, pairs, r=8), name)
+    prompts = ["The capital of France is", "Once upon a time", "def add(a, b):"]
+    alone = {(name, text): engine.generate(text, max_new_tokens=24, adapter=name).text
+             for name in ("one", "two", "") for text in prompts}
+    assert len({alone[name, prompts[0]] for name in ("one", "two", "")}) == 3
+
+    def ask(asked: tuple[str, str]) -> str:
+        body = {"model": asked[0] or MODEL, "prompt": asked[1], "max_tokens": 24, "temperature": 0}
+        text: str = httpx.post(f"{running.url}/v1/completions", json=body, timeout=300).json()["choices"][0]["text"]
+        return text
+
+    with serving(engine, adapters=("one", "two")) as running, ThreadPoolExecutor(len(alone)) as pool:
+        for _ in range(2):  # the second time prompts are known
+            assert dict(zip(alone, pool.map(ask, alone), strict=True)) == alone
+
+
 def reported(capsys: pytest.CaptureFixture[str], *options: str) -> list[int]:
     assert main(["generate", "--json", "abc", "--max-new-tokens", "8", "--temperature", "0", *options]) == 0
     tokens: list[int] = json.loads(capsys.readouterr().out)["tokens"]
@@ -82,7 +114,7 @@ def test_generate_runs_one(capsys: pytest.CaptureFixture[str], tiny_folder: str,
 
 
 def test_bad_adapters_are_one_line(capsys: pytest.CaptureFixture[str], tiny_folder: str, tmp_path: Path) -> None:
-    path = write_peft(tmp_path / "own", drawn(tiny("llama", intermediate_size=64), ("up_proj",)))
+    path = write_peft(tmp_path / "own", drawn(tiny("llama", intermediate_size=80), ("up_proj",)))
     model = ("--model", tiny_folder, "--dtype", "float32")
     for command, options, message in (
         ("generate", ("abc", "--lora", path), "is for another model"),
