@@ -118,6 +118,25 @@ def test_the_kernels_compute_what_their_twin_does(tmp_path):
     assert float((torch.cat(fast) - slow).abs().max()) < 1e-3
 
 
+def test_sequences_take_their_adapters_along(tmp_path):
+    """As they move, are copied and come; another adapter's keys and values are forgotten."""
+    runner, model = NATIVE.runner("llama"), reference("llama")
+    one, two = (fitted(runner, tmp_path / str(seed), drawn(model, seed=seed)) for seed in (1, 2))
+    cache, plan, text = runner.new_cache(3), DepthPlan.full(runner.num_layers), prompt(6)
+    cache.adapt(0, one)
+    cache.adapt(2, two)
+    assert cache.fork(2, 1) == range(3, 4) and cache.adapters == [one, None, two, two]
+    assert cache.select([1, 3]) == [3, 1] and cache.adapters == [two, None]
+    runner.forward([SequenceChunk(0, text, [0] * 6, plan)], cache)
+    cache.commit(0, range(6))
+    cache.adapt(0, two)
+    assert cache.positions == [6, 0] and cache.adapted
+    cache.adapt(0, None)
+    assert cache.positions == [0, 0] and not cache.adapted
+    cache.extend(1)
+    assert cache.adapters == [None] * 3
+
+
 def test_gpt2s_matrices_of_inputs_first(tmp_path):
     """On modules that are no nn.Linear, and on the packed layers, which have rows for outputs."""
     model = tiny("gpt2")
