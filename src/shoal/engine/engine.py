@@ -123,9 +123,10 @@ class Engine:
             scores=self.card.layer_scores, order=self.card.order, bears=self.card.bears, skips=self.card.skips,
             can_split=self.runner.can_split, windows=self.runner.windows, kv_sizes=self.runner.kv_sizes,
             sources=self.runner.sources, by_distance=self.runner.by_distance,
-            shows_queries=self.runner.shows_queries, tokenizer=self.tokenizer, draft_engine=self._draft_models,
-            tensors=self._tensors, fingerprint=lambda: self.fingerprint, memory=self._memory, changes=self.changes,
-            masked=self.masked, free=self.ranks.size == 1, mtp=self._beside, drafter=self._drafter,
+            shows_queries=self.runner.shows_queries, keeps_threads=self.runner.keeps_threads, tokenizer=self.tokenizer,
+            draft_engine=self._draft_models, tensors=self._tensors, fingerprint=lambda: self.fingerprint,
+            memory=self._memory, changes=self.changes, masked=self.masked, free=self.ranks.size == 1,
+            mtp=self._beside, drafter=self._drafter,
         )
 
     def _beside(self) -> MtpHead | None:

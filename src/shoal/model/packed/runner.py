@@ -18,9 +18,9 @@ from shoal.errors import stays_here
 from shoal.model.kv.cache import KVCache
 from shoal.model.layers.mixer import Mixer
 from shoal.model.lora.adapter import Adapter, Fitting
+from shoal.model.lora.packed import Added, PackedAdapter, added_by, fitted, nothing_added
 from shoal.model.masks import Asker, distances, mask, seq_mask, visible
 from shoal.model.packed import block, cuda
-from shoal.model.lora.packed import Added, PackedAdapter, added_by, fitted, nothing_added
 from shoal.model.packed.cuda.form import MOST_TOKENS
 from shoal.model.packed.linear import Dense
 from shoal.model.packed.recurrent import run_chunk

@@ -6,6 +6,7 @@ many tokens a forward has, so verifying a draft gives what decoding one by one g
 """
 
 from shoal.model.packed.native.adapters import NativeAdapter, put_adapters
+from shoal.model.packed.native.aside import Aside
 from shoal.model.packed.native.batch import (
     ATTENTION,
     MLP,
@@ -48,7 +49,7 @@ from shoal.model.packed.native.weights import (
 )
 
 __all__ = [
-    "ATTENTION", "Arena", "ChainWish", "Foreseen", "Foresight", "KVBinding", "Kind", "LANES", "MAX_EXPERTS",
+    "ATTENTION", "Arena", "Aside", "ChainWish", "Foreseen", "Foresight", "KVBinding", "Kind", "LANES", "MAX_EXPERTS",
     "MAX_HEAD_DIM", "MAX_NODES", "MAX_STREAMS", "MAX_TOKENS", "MLP", "Memory", "NativeAdapter", "NativeBatch",
     "NativeChain", "NativeModel", "OWN", "OwnSlots", "PackedWeight", "Path", "STORE", "SlotChoice", "SlotLabels",
     "as_packed", "available", "chain_ancestors", "kind_of_type", "layout_version", "matmul", "pack", "pack_blocks",
