@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import sys
-
-import pytest
 
 from documents import ROOT
 
@@ -36,17 +33,15 @@ FEATURES = [row for heading in ("What clients speak", "How a model runs", "What 
             for row in rows(heading)]
 
 
-@pytest.mark.parametrize("row", FEATURES, ids=[row[0] for row in FEATURES])
-def test_a_row_says_where_each_cell_is_from(row: list[str]) -> None:
-    name, ours, *theirs = row
-    assert len(theirs) == len(PEERS), name
-    found = _TEST.fullmatch(ours)
-    assert found is not None and ours.startswith("[yes"), f"{name}: Shoal's cell names no test"
-    tree = ast.parse((ROOT / found[1]).read_text("utf-8"))
-    assert any(isinstance(node, ast.FunctionDef) and node.name.startswith("test_") for node in ast.walk(tree)), found[1]
-    for cell, letter in zip(theirs, OF, strict=False):
-        source = _SOURCE.fullmatch(cell)
-        assert cell.startswith("none found") if source is None else source[2].startswith(f"{letter}-"), (name, cell)
+def test_a_row_says_where_each_cell_is_from() -> None:
+    for name, ours, *theirs in FEATURES:
+        assert len(theirs) == len(PEERS), name
+        found = _TEST.fullmatch(ours)
+        assert found is not None and ours.startswith("[yes"), f"{name}: Shoal's cell names no test"
+        assert re.search(r"^def test_", (ROOT / found[1]).read_text("utf-8"), re.M), found[1]
+        for cell, letter in zip(theirs, OF, strict=True):
+            source = _SOURCE.fullmatch(cell)
+            assert cell == "none found" or source and source[2].startswith(f"{letter}-"), (name, cell)
 
 
 def test_the_columns_are_in_their_order() -> None:
