@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import tempfile
 from collections.abc import Mapping
@@ -18,14 +19,17 @@ from families import tiny
 from shoal.engine.engine import Engine
 from shoal.engine.loading.load import engine_for
 from shoal.engine.scheduling.scheduler import Scheduler
+from shoal.model.packed.native_runner import NativeRunner
 
 NAMES: tuple[str | None, ...] = ("one", "two", "")
 
 
 @functools.cache
 def engine(backend: str) -> Engine:
-    """A tiny model with two adapters."""
-    made = engine_for(tiny("llama"), chat_tokenizer(), backend=backend)
+    """A tiny model with two adapters; `kernels` are of float32."""
+    model = copy.deepcopy(tiny("llama")).float() if backend == "kernels" else tiny("llama")
+    made = engine_for(model, chat_tokenizer(), backend="hf" if backend == "hf" else "packed")
+    assert isinstance(made.runner, NativeRunner) == (backend == "kernels")
     for seed, name in enumerate(("one", "two"), start=1):
         made.add_adapter(write_peft(Path(tempfile.mkdtemp()), drawn(tiny("llama"), seed=seed)), name)
     return made
@@ -39,7 +43,7 @@ def alone(backend: str, name: str, seed: int, length: int = 16) -> tuple[int, ..
     return found.tokens
 
 
-backends = pytest.mark.parametrize("backend", ["hf", "packed"])
+backends = pytest.mark.parametrize("backend", ["hf", "packed", "kernels"])
 
 
 @backends
@@ -51,6 +55,16 @@ def test_requests_with_different_adapters_share_a_batch(backend: str) -> None:
         for handle, (name, seed) in zip(handles, asked, strict=True):
             list(handle)
             assert handle.results[0].tokens == alone(backend, name, seed)
+
+
+@backends
+def test_a_place_in_the_cache_changes_its_adapter(backend: str) -> None:
+    """Steps of the one request after those of the other, in the same place and cache: nothing else tells them apart."""
+    with Scheduler(engine(backend), prefix_bytes=0) as scheduler:
+        for name in ("one", "two", "", "one"):
+            handle = scheduler.submit(prompt(9, seed=6), adapter=name, max_new_tokens=16)
+            list(handle)
+            assert handle.results[0].tokens == alone(backend, name, 6)
 
 
 @backends
@@ -82,8 +96,9 @@ def test_drafts_stay_exact(backend: str, method: str) -> None:
         assert drafted.tokens == plain.tokens and drafted.stats.target_forwards <= plain.stats.target_forwards
 
 
-def test_a_chat_that_changes_its_adapter_reads_itself_again() -> None:
-    made = engine("packed")
+@backends
+def test_a_chat_that_changes_its_adapter_reads_itself_again(backend: str) -> None:
+    made = engine(backend)
     chat = made.session(max_new_tokens=8)
     for name in ("one", "two", "", "", "one"):
         fresh = made.generate([*chat.messages, {"role": "user", "content": "abc"}], adapter=name, max_new_tokens=8)
