@@ -36,6 +36,8 @@ NAMES = {"llama": "llama", "qwen2": "qwen2moe"}
 _EVEN = 1e-3
 """Factor of the gates' logits."""
 _RIDGE = 1e-4
+_BLOCK = 32
+"""Numbers of a block of Q8_0."""
 
 
 def main() -> int:
@@ -54,6 +56,9 @@ def main() -> int:
     part = draft_head_file.read(args.part, "read_me", engine.info())
     shared, shape = int(part.shape.get("shared", 0)), (part.size(name) for name in ("layers", "groups", "neurons"))
     neurons = part.take(NEURONS, *shape).long()
+    if neurons.shape[2] % _BLOCK:
+        raise SystemExit(f"a group has {neurons.shape[2]} neurons; Q8_0 needs a multiple of {_BLOCK}: train the part "
+                         "with another --groups")
     texts = [one for shard in range(len(answers.shards)) for one in answers.answers(shard, validation=False)]
     gates = fitted(engine.model, texts[:: max(1, len(texts) // args.texts)][: args.texts], neurons, shared)
     found = right(engine.model, answers.validation(8), neurons, shared, gates, args.experts)
