@@ -14,24 +14,29 @@ import torch
 import shoal.speculative.choose as choosing
 import shoal.speculative.model as model
 import shoal.speculative.state_drafter as state_drafter
+from assistants import NEEDS, write_assistant
 from dflash_drafters import BLOCK_FORMS
 from dflash_drafters import write as write_block
 from drafts import noisy
 from eagle_drafters import FORMS, write
 from eagle_part import write_eagle_for
 from exactness import chi_square
-from families import HIDDEN, VOCAB
+from families import HIDDEN, tiny
+from mtp_layer import with_layer
 from sampled_law import VOCABULARY, draft, probs, samples, target
+from shoal.engine.engine import Engine
+from shoal.engine.loading.load import engine_for
+from shoal.methods.common.drafting import RuleName
 from shoal.methods.dflash import DFlash
 from shoal.methods.draft_model import DraftModel
 from shoal.methods.eagle import Eagle
 from shoal.methods.full import Full
 from shoal.methods.mlp_speculator import MLPSpeculator
+from shoal.methods.mtp import Mtp
 from shoal.methods.prompt_lookup import PromptLookup
 from shoal.model.kv.layer import KVLayer
 from shoal.speculative.choose import Place
-from state_head_drafters import HEADS_FORMS
-from state_head_drafters import write as write_heads
+from state_head_drafters import write_for
 from turns import by_turns
 
 
@@ -62,11 +67,22 @@ def block() -> str:
 
 @functools.cache
 def heads(name: str) -> str:
-    """Heads of Medusa or an MLP speculator for the target."""
-    form = HEADS_FORMS[name]
-    sizes = {key: tuple(VOCABULARY if size == VOCAB else size for size in sizes) for key, sizes in form.sizes.items()}
-    config = {**form.config, "vocab_size": VOCABULARY}
-    return str(write_heads(Path(tempfile.mkdtemp(prefix="shoal-law-")), replace(form, sizes=sizes, config=config)))
+    """Heads of an MLP speculator for the target."""
+    return str(write_for(Path(tempfile.mkdtemp(prefix="shoal-law-")), name, VOCABULARY))
+
+
+@functools.cache
+def brings(count: int) -> Engine:
+    """The target, whose files hold so many layers for further tokens."""
+    return with_layer(engine_for(target().model), "llama", count)
+
+
+@functools.cache
+def with_assistant() -> tuple[Engine, str]:
+    """A model of Gemma 4's kind, and an assistant for it."""
+    sizes = {"vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY}
+    folder = write_assistant(Path(tempfile.mkdtemp(prefix="shoal-law-")), "gemma4_small", vocab_size=VOCABULARY)
+    return engine_for(tiny("gemma4_small", **sizes)), str(folder)
 
 
 @functools.cache
@@ -98,6 +114,34 @@ EXACT = {
 }
 
 
+BROUGHT: dict[str, tuple[int, Mtp]] = {
+    "a layer": (1, Mtp(length=3, stop=0.0, rule="rejection")),
+    "a layer, match": (1, Mtp(length=3, stop=0.0)),
+    "two layers": (2, Mtp(length=3, stop=0.0, rule="rejection")),
+    "three layers, match": (3, Mtp(length=3, stop=0.0)),
+}
+"""Layers for further tokens that the model brings, by their number."""
+
+
+@by_turns("name", BROUGHT)
+@pytest.mark.quick(1)
+def test_with_layers_that_the_model_brings_it_is_the_same_law(name: str) -> None:
+    count, method = BROUGHT[name]
+    found, kept = samples(method, engine=brings(count))
+    assert chi_square(found, probs()) > 1e-4
+    assert 0.05 < kept < 0.95
+
+
+@NEEDS
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["rejection", "match"])
+def test_an_assistant_leaves_its_models_law(rule: RuleName) -> None:
+    engine, folder = with_assistant()
+    found, kept = samples(Mtp(part=folder, length=3, stop=0.0, rule=rule), engine=engine)
+    assert chi_square(found, probs(engine=engine)) > 1e-4
+    assert 0.05 < kept < 0.95
+
+
 @by_turns("name", EXACT)
 @pytest.mark.quick(3)
 def test_samples_have_the_law_of_the_target(name: str) -> None:
@@ -117,13 +161,16 @@ def test_a_wrong_order_of_siblings_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
     assert chi_square(samples(EXACT["tree"])[0], probs()) < 1e-6
 
 
+_CHOOSE = choosing.choose
+
+
+def flattened(*args: Any) -> Any:
+    """Guesses drawn as always, which say that they came from an even law."""
+    return [type(g)(g.tokens, torch.full_like(g.probs, 1 / VOCABULARY), g.logs) for g in _CHOOSE(*args)]
+
+
 @pytest.mark.slow
 def test_a_law_that_was_not_drawn_from_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = choosing.choose
-
-    def flattened(*args: Any) -> Any:
-        return [type(g)(g.tokens, torch.full_like(g.probs, 1 / VOCABULARY), g.logs) for g in real(*args)]
-
     monkeypatch.setattr(model, "extend", functools.partial(choosing.extend, pick=flattened))
     assert chi_square(samples(EXACT["chain"])[0], probs()) < 1e-6
 
@@ -146,13 +193,25 @@ def test_one_number_for_all_draws_is_seen(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["trained layer", "drafter of another tool", "block", "heads"])
 def test_a_law_of_a_layer_that_was_not_drawn_from_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = state_drafter.choose
-
-    def flattened(*args: Any) -> Any:
-        return [type(g)(g.tokens, torch.full_like(g.probs, 1 / VOCABULARY), g.logs) for g in real(*args)]
-
     monkeypatch.setattr(state_drafter, "choose", flattened)
     assert chi_square(samples(EXACT[name])[0], probs()) < 1e-6
+
+
+@pytest.mark.slow
+def test_a_law_of_further_layers_that_was_not_drawn_from_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_drafter, "choose", flattened)
+    for name in ("a layer", "two layers"):
+        count, method = BROUGHT[name]
+        assert chi_square(samples(method, engine=brings(count))[0], probs()) < 1e-6, name
+
+
+@NEEDS
+@pytest.mark.slow
+def test_a_law_of_an_assistant_that_was_not_drawn_from_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, folder = with_assistant()
+    monkeypatch.setattr(state_drafter, "choose", flattened)
+    method = Mtp(part=folder, length=3, stop=0.0, rule="rejection")
+    assert chi_square(samples(method, engine=engine)[0], probs(engine=engine)) < 1e-6
 
 
 @pytest.mark.slow

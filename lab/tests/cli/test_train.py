@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from shoal.cli import main
 from shoal_lab.train import context_gate, corpus
@@ -73,6 +75,17 @@ def test_a_layer_that_reads_several_is_trained_and_used(
         assert main(["generate", "the sun", "--model", tiny_folder, *GREEDY, "--json", *argv]) == 0
         said.append(json.loads(capsys.readouterr().out))
     assert said[0]["tokens"] == said[1]["tokens"] == said[2]["tokens"]
+
+
+def test_a_part_is_trained_further(capsys: Any, tiny_folder: str, prompts: Path, tmp_path: Path) -> None:
+    first, _ = train(capsys, "eagle", tiny_folder, tmp_path / "part", "--prompts", prompts)
+    more = ["--answers", tmp_path / "part" / "answers", "--start", tmp_path / "part"]
+    card, _ = train(capsys, "eagle", tiny_folder, tmp_path / "more", *more)
+    assert "start" not in first and len(card["start"]) == 16
+    before, after = (load_file(tmp_path / name / "part.safetensors") for name in ("part", "more"))
+    assert before.keys() == after.keys() and not torch.equal(before["norm.weight"], after["norm.weight"])
+    told = refusal(capsys, "eagle", "--model", tiny_folder, "--out", tmp_path / "x", *more, "--taps", "1,4")
+    assert "--start goes on from a part of Shoal's own form" in told
 
 
 def test_layers_that_fill_blocks_are_trained_and_used(

@@ -69,7 +69,8 @@ _ONLY = {**dict.fromkeys(("steps", "causal"), (SCRATCH,)), "depths": (*KINDS, PR
          **dict.fromkeys(("layers", "block", "mask_token"), (DRAFTER, BLOCKS)), "window": (DRAFTER,),
          "keep": (CONTEXT, ROUTERS), "gate_layer": (CONTEXT,), "under": (HEAL, ROUTERS),
          **dict.fromkeys(("student", "rank", "recompute"), (HEAL,)),
-         "taps": ("eagle", BLOCKS), **dict.fromkeys(("text", "length", "layer_epochs", "start", "export"), (HYBRID,))}
+         "taps": ("eagle", BLOCKS), "start": ("eagle", HYBRID),
+         **dict.fromkeys(("text", "length", "layer_epochs", "export"), (HYBRID,))}
 """Option -> the kinds that have it, if not all do."""
 
 
@@ -147,7 +148,8 @@ def add_arguments(parser: Parser) -> None:
     what.add_argument("--length", metavar="N", type=int, default=512, help="hybrid: tokens of a piece of those")
     what.add_argument("--layer-epochs", metavar="N", type=int, default=1, help="hybrid: times that each layer alone "
                       "sees every text, before the whole hybrid does for --epochs")
-    what.add_argument("--start", metavar="DIR", type=Path, help="hybrid: a folder of layers to go on from")
+    what.add_argument("--start", metavar="DIR", type=Path, help="hybrid: a folder of layers to go on from; "
+                      "eagle: a part to go on from, on other answers")
     what.add_argument("--export", metavar="DIR", type=Path, help="hybrid: only write there the whole model of the "
                       "layers in --out, as transformers reads it")
     what.add_argument("--mask-token", metavar="T", help="drafter, dflash: stands for a word not yet known: a token "
@@ -332,6 +334,9 @@ def _check(args: argparse.Namespace) -> None:
         methods_from(args.under)
     if args.keep is not None and not 0 < args.keep < 1:
         raise ValueError(f"--keep is {args.keep}; it must be above 0 and below 1, a share of tokens or of layers")
+    if args.part == "eagle" and args.start is not None and args.taps is not None:
+        raise ValueError("--start goes on from a part of Shoal's own form, and --taps trains another form; leave out "
+                         "one of them")
     if args.rate is not None and not args.rate > 0:
         raise ValueError(f"--rate is {args.rate}; it must be above 0")
     parser = Parser(add_help=False)
@@ -409,6 +414,7 @@ def _module(
     """The component with its first weights."""
     import torch
 
+    from shoal.speculative import draft_head_file
     from shoal_lab.train.context_gate import ContextGateModule, check_lengths
     from shoal_lab.train.dflash import BlockModule, BlockShape
     from shoal_lab.train.drafter import DrafterModule, mask_token
@@ -443,6 +449,9 @@ def _module(
         return ContextGateModule(Base(engine.runner), _plain(args), args.gate_layer, keep, ids, args.seed)
     if plans is not None:
         return LayerRouterModule(Base(engine.runner), _plain(args), keep, ids, plans, args.seed)
+    if args.start is not None:
+        part = draft_head_file.read(str(args.start), args.part, engine.info())
+        return EagleModule.going_on(Base(engine.runner), part, ids, args.depths, args.seed)
     eagle = TappedModule if answers.taps else EagleModule
     kinds: dict[str, type[PartModule]] = {kind.kind: kind for kind in (eagle, MedusaModule)}
     return kinds[args.part].fresh(Base(engine.runner), answers, ids, args.depths, args.seed)
