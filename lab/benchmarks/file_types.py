@@ -1,12 +1,15 @@
 """What the types of GGUF files cost in numbers: Shoal and llama.cpp beside exact arithmetic on the same file.
 
     python lab/benchmarks/file_types.py --model FILE.gguf --to DIR --text test.txt --importance valid.txt --json OUT \
-        [--types Q2_K,...] [--windows 8] [--window 128]
+        [--types Q2_K,...] [--windows 8] [--window 128] [--rounds 0]
 
 llama.cpp's quantiser makes a file of each type from FILE in its usual mix, with an importance matrix: the mean square
 of every input of every matrix over a text, which is what llama.cpp's own tool collects, taken here from transformers'
 modules. The reference is those modules in float32 on the new file's numbers. `kl` is the mean divergence of a system's
-next-token distributions from the reference's, in nats. Files stay in `--to`, for `shoal bench --peer llama.cpp`.
+next-token distributions from the reference's, in nats. Files stay in `--to`.
+
+With `--rounds` it measures speed instead: Shoal and llama.cpp, each in a process, decode one row in turns. That takes
+an idle machine.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +32,19 @@ import perplexity
 import readers
 import script
 from shoal.engine.loading.checkpoint import Checkpoint
-from shoal_lab.bench import gguf_facts, report
+from shoal_lab.bench import baselines, gguf_facts, idle, report, rounds
 from shoal_lab.bench.baselines.gguf_file import requantise
 from shoal_lab.bench.baselines.llama_cpp import library
-from shoal_lab.bench.model import MeasuredModel
+from shoal_lab.bench.model import FILE, MeasuredModel
+from shoal_lab.bench.speed.ours import Shoal
+from shoal_lab.bench.speed.run import prompts_for
+from shoal_lab.bench.system import Setting
+from shoal_lab.bench.worker import SystemProcess
 
 Array = np.ndarray[Any, Any]
 MIXES = ("Q2_K", "Q3_K_S", "Q3_K_M", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL",
          "IQ4_XS", "TQ1_0", "TQ2_0", "MXFP4", "NVFP4", "Q1_0", "Q2_0")
-"""Names of mixes of the quantiser. MXFP4 is none of dense models: here all matrices of layers are of that type."""
+"""Names of mixes of the quantiser. MXFP4 and NVFP4 are none of dense models: all matrices of layers are of them."""
 SYSTEMS = ("shoal", readers.FLOAT32, "llama.cpp")
 _READ = 16
 """Windows of the text that the importance matrix is taken from."""
@@ -52,19 +60,25 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--types", default=",".join(MIXES), help="separated by commas")
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--window", type=int, default=128, help="tokens")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of llama.cpp, when it reads")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(),
+                        help="of llama.cpp when it reads, of both when they are timed")
+    parser.add_argument("--rounds", type=int, default=0, help="of speed, which is then measured instead of numbers")
     args = parser.parse_args(argv)
     source = MeasuredModel(model=str(args.model))
     weights = kept_importance(args.to / f"{args.model.stem}-importance.npz", source, args.importance)
-    pieces = cut(source, args.text, args.windows, args.window)
-    about = {**script.heading(__file__, argv), "kind": "file types", "model": args.model.name, "text": args.text.name,
-             "window": args.window}
-    rows = [measured(args.model, "source", pieces, args.threads)]
+    about = {**script.heading(__file__, argv), "model": args.model.name}
+    if args.rounds:
+        about |= {"kind": "speed of file types", "threads": args.threads}
+        figures = partial(timed, rounds_wanted=args.rounds, threads=args.threads)
+    else:
+        about |= {"kind": "file types", "text": args.text.name, "window": args.window}
+        figures = partial(measured, pieces=cut(source, args.text, args.windows, args.window), threads=args.threads)
+    rows = [figures(args.model, "source")]
     for kind in args.types.split(","):
         path = args.to / f"{args.model.stem}-{kind}.gguf"
         if not path.is_file():
             requantise(library(), args.model, path, kind, torch.get_num_threads(), pure=False, importance=weights)
-        rows.append(measured(path, kind, pieces, args.threads))
+        rows.append(figures(path, kind))
         if args.json is not None:  # a type takes minutes
             report.write({**about, "results": rows}, args.json)
     print(json.dumps({**about, "results": rows}))
@@ -136,6 +150,37 @@ def measured(path: Path, kind: str, pieces: Sequence[Sequence[int]], threads: in
                      "perplexity": perplexed(found, pieces)}
     print(json.dumps(row), file=sys.stderr)
     return row
+
+
+def timed(path: Path, kind: str, rounds_wanted: int, threads: int) -> dict[str, Any]:
+    """Seconds per token of one row, in rounds whose order turns, and how many times as fast Shoal is."""
+    model = MeasuredModel(model=str(path))
+    setting = Setting("bfloat16", FILE, threads=threads)
+    systems = {"shoal": SystemProcess(Shoal, model, setting),
+               "llama.cpp": SystemProcess(baselines.load("llama.cpp"), model, setting)}
+    found: dict[str, list[float]] = {name: [] for name in systems}
+    try:
+        for process in systems.values():
+            process.call("prepare")
+            seconds_per_token(process, model)
+        busy = idle.watch(1.0)
+        for number in range(rounds_wanted):
+            for name in rounds.in_order(list(systems), number):
+                found[name].append(seconds_per_token(systems[name], model))
+    finally:
+        for process in systems.values():
+            process.stop()
+    ratios = (theirs / ours for ours, theirs in zip(found["shoal"], found["llama.cpp"], strict=True))
+    row = {"type": kind, "file": gguf_facts.read(path).to_dict(), "busy_before": busy, "seconds_per_token": found,
+           "times_faster": rounds.ratio(ratios)}
+    print(json.dumps(row), file=sys.stderr)
+    return row
+
+
+def seconds_per_token(process: SystemProcess, model: MeasuredModel) -> float:
+    """Of an answer of 32 tokens after a prompt of 64."""
+    times = process.call("generate", prompts_for(1, 64, model.text.vocab_size), 33, None).times
+    return round((times[-1] - times[0]) / 32, 6)
 
 
 def logits_of(name: str, model: MeasuredModel, pieces: Sequence[Sequence[int]], threads: int) -> list[Tensor]:

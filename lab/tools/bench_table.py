@@ -11,7 +11,8 @@ lab/reports/real/avx512, and the latter those in lab/reports/real/amx as well. T
 `<!-- benchmarks:begin -->` and `<!-- benchmarks:end -->`, that of auto between `<!-- auto:begin -->` and
 `<!-- auto:end -->`, and that of lab/reports/real/amx between `<!-- amx:begin -->` and `<!-- amx:end -->`. The page of
 lab/reports/parts shows the results of `shoal bench-drafts` on trained layers there, and between `<!-- cards:begin -->`
-and `<!-- cards:end -->` the cards of components, those that ship or are in hub and those in lab/reports/parts.
+and `<!-- cards:end -->` the cards of components, those that ship or are in hub and those in lab/reports/parts. What
+types of files cost, from lab/reports/types, goes between `<!-- types:begin -->` and `<!-- types:end -->`.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ PAGES = ROOT / "lab" / "reports"
 sys.path.insert(0, str(ROOT / "lab" / "benchmarks"))
 import real_page as real  # noqa: E402 - beside the reports
 import serving_page as load  # noqa: E402
+import types_page  # noqa: E402
 from pages import current, markdown  # noqa: E402
 
 _FENCE = "<!-- not run: measures for minutes -->\n```sh\n"
@@ -74,6 +76,8 @@ def documents(results: Path = ROOT / "lab" / "reports" / "results") -> dict[Path
     pages = {page: filled(page.read_text("utf-8"), content) for page, content in found.items()}
     performance, units = PAGES / "performance.md", _reports(results.parent / "real" / "amx")
     pages[performance] = filled(pages[performance], real.glance([report for _, report in units]), "amx")
+    types = types_page.section([report for _, report in _reports(results.parent / "types")])
+    pages[performance] = filled(pages[performance], types, "types")
     drafting = PAGES / "drafts" / "README.md"
     pages[drafting] = filled(pages[drafting], autos(_reports(results.parent / "auto")), "auto")
     parts = PAGES / "parts" / "README.md"

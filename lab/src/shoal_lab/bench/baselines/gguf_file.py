@@ -40,8 +40,8 @@ _LAYER = {
     "mlp.down_proj": "ffn_down",
 }
 _ROWS = 4096
-_MXFP4 = 39
-"""GGML's number of the type."""
+_NO_MIX = {"MXFP4": 39, "NVFP4": 40}
+"""Type that is no mix of the quantiser for dense models -> GGML's number of it."""
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -188,8 +188,8 @@ def requantise(api: Any, source: Path, target: Path, kind: str, threads: int, *,
         api: llama-cpp-python's low-level module.
         source: a GGUF file of any type.
         target: the file to write.
-        kind: a mix of llama.cpp's quantiser, or MXFP4, which is none of dense models: all matrices with an importance
-            are of it.
+        kind: a mix of llama.cpp's quantiser, or MXFP4 or NVFP4, which are none of dense models: all matrices with an
+            importance are of it.
         threads: CPU threads.
         pure: hold every matrix in the type itself. Otherwise llama.cpp gives some, such as the LM head, more bits.
         importance: of each matrix of the layers, by its name: what each input weighs, float32 [inputs].
@@ -198,7 +198,7 @@ def requantise(api: Any, source: Path, target: Path, kind: str, threads: int, *,
         NotMeasured: the quantiser refuses.
     """
     params = api.llama_model_quantize_default_params()
-    mix = "Q8_0" if kind == "MXFP4" else kind
+    mix = "Q8_0" if kind in _NO_MIX else kind
     params.ftype = getattr(api, f"LLAMA_FTYPE_{FTYPES.get(mix, f'MOSTLY_{mix}')}")
     params.nthread, params.allow_requantize, params.pure = threads, True, pure
     weights = importance or {}
@@ -207,10 +207,10 @@ def requantise(api: Any, source: Path, target: Path, kind: str, threads: int, *,
     for place, (name, one) in enumerate(weights.items()):
         held[place].name, held[place].size = name.encode(), len(one)
         held[place].data = one.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
-        wanted[place].pattern, wanted[place].type = name.replace(".", r"\.").encode(), _MXFP4
+        wanted[place].pattern, wanted[place].type = name.replace(".", r"\.").encode(), _NO_MIX.get(kind, 0)
     if weights:
         params.imatrix = held
-    if kind == "MXFP4":
+    if kind in _NO_MIX:
         params.tt_overrides = wanted
     code = api.llama_model_quantize(str(source).encode(), str(target).encode(), ctypes.byref(params))
     if code:
