@@ -60,7 +60,7 @@ architectures of GGUF files; 140: experts read ahead of a file beyond memory, me
 1,660: Anthropic's messages; thoughts; Ollama's routes; vectors and rerankers; gaps; a page of routes."""
 MOST_CORE_FILES = 316  # 20: recurrent; 4: experts; 4: SambaY; 3: latent; 8: GGUF; 6: classics; 19: drafts; 11: hub;
 # 9: what clients speak
-MOST_LAB_LINES = 42_105
+MOST_LAB_LINES = 42_320
 """Of the package, benchmarks and tools. 392 more: plan and members; 127: two checkouts; 350: hybrids, prefixes; 620:
 training hybrids; 200: files of mixtures; 670: caches of experts,
 mixtures of dense files, experts beyond memory; 70: a day of alike requests;
@@ -68,7 +68,8 @@ mixtures of dense files, experts beyond memory; 70: a day of alike requests;
 20: Medusa of other tools; 160: prompt tokens by measured times, and several of them for each
 place; 50: searches that go on from text to text, all exits in turn; 70: a
 command that searches for sublayers; 275: training in EAGLE-3's form; 300: training of DFlash's
-blocks; 10: files with random weights beyond memory."""
+blocks; 10: files with random weights beyond memory; 210: prompts of all kinds, training that goes on from a part,
+guesses kept by place."""
 MOST_IN_FOLDER = 20
 MOST_CLASSES = 75  # each kind of part and of cache layer is a class, with its defaults; protocols keep circles out
 """Classes and protocols in the modules that the decoding loop imports, however indirectly."""

@@ -62,7 +62,7 @@ def test_guesses_that_are_kept_are_counted_by_place(tmp_path: Path) -> None:
     first, second = json.loads(done.stdout.splitlines()[-1])["rows"]
     assert first["n"] == first["equal"] == second["equal"] == 3 and first["beyond_first"] == [0, 0, 0]
     tokens = round(first["tokens_per_forward"] * first["forwards"])
-    assert tokens == 3 * 39 == first["forwards"] + sum(first["kept_at"])
+    assert tokens == first["forwards"] + sum(first["kept_at"]) > first["forwards"]
     assert first["kept"] == round(sum(first["kept_at"]) / sum(first["guessed_at"]), 4) > 0
     assert first["guessed_at"] == sorted(first["guessed_at"], reverse=True)
 
