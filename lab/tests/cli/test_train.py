@@ -79,13 +79,16 @@ def test_a_layer_that_reads_several_is_trained_and_used(
 
 def test_a_part_is_trained_further(capsys: Any, tiny_folder: str, prompts: Path, tmp_path: Path) -> None:
     first, _ = train(capsys, "eagle", tiny_folder, tmp_path / "part", "--prompts", prompts)
-    more = ["--answers", tmp_path / "part" / "answers", "--start", tmp_path / "part"]
-    card, _ = train(capsys, "eagle", tiny_folder, tmp_path / "more", *more)
+    base = ["eagle", "--model", tiny_folder, "--out", tmp_path / "more", "--start", tmp_path / "part"]
+    more = [*base, "--answers", tmp_path / "part" / "answers", "--max-new-tokens", 12, "--epochs", 1, "--batch", 256]
+    assert main(["train", *map(str, more), "--json"]) == 0
+    card = json.loads(capsys.readouterr().out)
     assert "start" not in first and len(card["start"]) == 16
     before, after = (load_file(tmp_path / name / "part.safetensors") for name in ("part", "more"))
+    assert torch.equal(before["tokens"], after["tokens"])
     assert before.keys() == after.keys() and not torch.equal(before["norm.weight"], after["norm.weight"])
-    told = refusal(capsys, "eagle", "--model", tiny_folder, "--out", tmp_path / "x", *more, "--taps", "1,4")
-    assert "--start goes on from a part of Shoal's own form" in told
+    for option, value in (("--taps", "1,4"), ("--vocabulary", 60)):
+        assert f"which {option} would make another" in refusal(capsys, *base, option, value)
 
 
 def test_layers_that_fill_blocks_are_trained_and_used(

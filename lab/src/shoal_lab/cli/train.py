@@ -334,13 +334,14 @@ def _check(args: argparse.Namespace) -> None:
         methods_from(args.under)
     if args.keep is not None and not 0 < args.keep < 1:
         raise ValueError(f"--keep is {args.keep}; it must be above 0 and below 1, a share of tokens or of layers")
-    if args.part == "eagle" and args.start is not None and args.taps is not None:
-        raise ValueError("--start goes on from a part of Shoal's own form, and --taps trains another form; leave out "
-                         "one of them")
     if args.rate is not None and not args.rate > 0:
         raise ValueError(f"--rate is {args.rate}; it must be above 0")
     parser = Parser(add_help=False)
     add_arguments(parser)
+    for name in ("taps", "vocabulary"):
+        if args.part == "eagle" and args.start is not None and getattr(args, name) != parser.get_default(name):
+            raise ValueError(f"--start goes on from a part of Shoal's own form with the tokens that it guesses, which "
+                             f"--{name} would make another; leave out one of them")
     for action in parser._actions:
         owners = _ONLY.get(action.dest, (args.part,))
         if getattr(args, action.dest, action.default) == action.default:
@@ -442,6 +443,9 @@ def _module(
         plain = _plain(args)
         neurons = group_neurons(plain, some_answers(answers), args.groups, args.shared, args.seed)
         return ReadMEModule(Base(engine.runner), plain, neurons, args.shared, args.experts, args.seed)
+    if args.start is not None:
+        part = draft_head_file.read(str(args.start), args.part, engine.info())
+        return EagleModule.going_on(Base(engine.runner), part, args.depths, args.seed)
     ids = sorted({*answers.frequent(args.vocabulary), *engine.eos_token_ids})
     keep = args.keep or _KEEP.get(args.part, 1.0)
     if args.part == CONTEXT:
@@ -449,9 +453,6 @@ def _module(
         return ContextGateModule(Base(engine.runner), _plain(args), args.gate_layer, keep, ids, args.seed)
     if plans is not None:
         return LayerRouterModule(Base(engine.runner), _plain(args), keep, ids, plans, args.seed)
-    if args.start is not None:
-        part = draft_head_file.read(str(args.start), args.part, engine.info())
-        return EagleModule.going_on(Base(engine.runner), part, ids, args.depths, args.seed)
     eagle = TappedModule if answers.taps else EagleModule
     kinds: dict[str, type[PartModule]] = {kind.kind: kind for kind in (eagle, MedusaModule)}
     return kinds[args.part].fresh(Base(engine.runner), answers, ids, args.depths, args.seed)

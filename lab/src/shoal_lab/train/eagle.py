@@ -139,13 +139,13 @@ class EagleModule(LayerModule):
         return module
 
     @classmethod
-    def going_on(cls, base: Base, part: DraftHead, ids: Sequence[int], depths: int | None, seed: int) -> EagleModule:
-        """The layer of a part that was trained before, with the tokens of now; as for `fresh`.
+    def going_on(cls, base: Base, part: DraftHead, depths: int | None, seed: int) -> EagleModule:
+        """The layer of a part that was trained before, with the tokens that it guesses; as for `fresh`.
 
         Raises:
             ValueError: its tensors do not fit together, or are not of the shape that is trained here.
         """
-        module = cls(base, default_shape(part.size("hidden")), ids, depths or 3, seed)
+        module = cls(base, default_shape(part.size("hidden")), part.tensors[TOKENS].tolist(), depths or 3, seed)
         with torch.no_grad():
             for name in module._names:
                 module[name].copy_(part.take(name, *module[name].shape))
