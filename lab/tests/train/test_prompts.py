@@ -37,14 +37,10 @@ def test_prompts_are_none_that_are_measured(tmp_path: Path) -> None:
         path.write_text("".join(json.dumps(row) + "\n" for row in held))
     (tmp_path / "humaneval").mkdir()
     (tmp_path / "humaneval" / "HumanEval.jsonl.gz").write_bytes(gzip.compress(b""))
-    (tmp_path / "squad").mkdir()
-    whole = {"data": [{"paragraphs": [{"context": "It rained.", "qas": [{"question": "What fell?"}]}]}]}
-    (tmp_path / "squad" / "dev-v1.1.json").write_text(json.dumps(whole))
     found = from_data(tmp_path, 5000, 0)
     measured = [text for kind in ("code", "summaries") for text in workloads.prompts(tmp_path, kind, 9)]
     assert sorted(measured)[1:] == ["Task 599. Use Python.", "Task 600. Use Python."]
     assert {"Task 601. Use Python.", "Task 602. Use Python."} < {*found} and not {*measured} & {*found}
     assert open_prompts(8, 0)[2] in found and open_prompts(8, 0)[3] not in found
-    assert any(text.startswith("It rained.\n\nWhat fell? ") for text in found)
     pieces = [text for text in found if text.startswith(("A sea", "sea"))]
     assert len(pieces) > 3 and all(900 < len(text) < 1300 for text in pieces)

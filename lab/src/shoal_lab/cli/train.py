@@ -89,7 +89,8 @@ def add_arguments(parser: Parser) -> None:
     data = parser.add_argument_group("answers")
     data.add_argument("--answers", metavar="DIR", type=Path, help="where they are kept; DIR/answers of --out if none")
     data.add_argument("--prompts", metavar="FILE,...", help="a prompt per line, or JSONL with 'prompt'")
-    data.add_argument("--data", metavar="DIR", type=Path, help="folder with self_instruct/, mbpp/ and gsm8k/")
+    data.add_argument("--data", metavar="DIR", type=Path, help="folder with self_instruct/, mbpp/ and "
+                      "gsm8k/, and with squality/ if that is there")
     data.add_argument("--each", metavar="N", type=int, default=700, help="most prompts of a kind from --data")
     data.add_argument("--questions", metavar="N", type=int, help="questions that the model asks itself, where its chat "
                       "template lets it; by default 2000 without --prompts and --data, and none with them")

@@ -28,13 +28,11 @@ _TOLD = 500
 """Questions between progress messages."""
 _OPEN = 4000
 """Open prompts to choose from."""
-_PASSAGE, _PIECES = 1200, 8
+_PASSAGE, _PIECES = 1200, 16
 """Characters of a passage, and passages of a story."""
 _OF_PASSAGES = ("Summarise this passage.", "What happens in this passage?", "Write a short summary of the text above.",
                 "Who is in this scene, and what do they want?", "Continue this story.", "Sum this up in two sentences.")
-_OF_PARAGRAPHS = ("Answer in full sentences.", "Explain your answer.", "Answer by the text above.",
-                  "Then sum the text up.")
-_STORIES, _ARTICLES = "squality/v1-3/txt/train.jsonl", "squad/dev-v1.1.json"
+_STORIES = "squality/v1-3/txt/train.jsonl"
 _TESTS = ("vicuna/vicuna_bench.jsonl", "mt_bench/question.jsonl", "spec_bench/question_math_rag.jsonl")
 
 
@@ -59,8 +57,8 @@ def from_data(data: Path, most: int, seed: int) -> list[str]:
     """Prompts of a data folder, at most `most` of each kind, without those of the test sets.
 
     Instructions are Self-Instruct's, code is the training part of MBPP (tasks above 600, arXiv 2108.07732), mathematics
-    is the training set of GSM8K, passages are of SQuALITY's training stories, paragraphs SQuAD's, each with a question;
-    open ones come from forms and subjects of our own. `shoal bench-drafts` measures on none of them.
+    is the training set of GSM8K, passages are of SQuALITY's training stories, where these are there, open prompts come
+    from forms and subjects of our own; `shoal bench-drafts` and `shoal eval` measure on none of them.
     """
     told = prompts.instructions(data, "evaluation") + prompts.instructions(data, "calibration")
     seeds = [_seed(row) for row in _rows(data, "self_instruct/seed_tasks")]
@@ -70,7 +68,6 @@ def from_data(data: Path, most: int, seed: int) -> list[str]:
         "mathematics": [row["question"] for row in _rows(data, "gsm8k/train")],
         "open": open_prompts(_OPEN, seed),
         "passages": [*_passages(data / _STORIES, seed)],
-        "paragraphs": [*_paragraphs(data / _ARTICLES, seed)],
     }
     found: list[str] = []
     for kind, texts in kinds.items():
@@ -100,14 +97,6 @@ def _passages(path: Path, seed: int) -> Iterator[str]:
         for first in range(_PASSAGE, len(text) - _PASSAGE, len(text) // _PIECES):
             piece = text[first : first + _PASSAGE].partition(" ")[2].rpartition(" ")[0]
             yield f"{piece}\n\n{draw.choice(_OF_PASSAGES)}"
-
-
-def _paragraphs(path: Path, seed: int) -> Iterator[str]:
-    """SQuAD's paragraphs, each with one of its questions; none where the file is not there."""
-    draw = random.Random(f"{seed}/paragraphs")
-    for article in json.loads(path.read_text("utf-8"))["data"] if path.is_file() else ():
-        for one in article["paragraphs"]:
-            yield f"{one['context']}\n\n{draw.choice(one['qas'])['question']} {draw.choice(_OF_PARAGRAPHS)}"
 
 
 def tests(data: Path) -> set[str]:
