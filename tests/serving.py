@@ -125,3 +125,53 @@ def serve_process(*options: str, within: float) -> Iterator[tuple[subprocess.Pop
         process.wait()
         reader.join(60)
         process.stderr.close()
+
+
+@contextmanager
+def routing(
+    models: dict[str, Callable[[], Engine]], *, shelving: dict[str, Any] | None = None, pulls: bool = False,
+    **settings: Any,
+) -> Iterator[Routed]:
+    """Serve several models, each made anew when it is loaded; at most two are in memory."""
+    from shoal.serve.router.app import create_router
+    from shoal.serve.router.budget import MemoryBudget
+    from shoal.serve.router.listing import Listed
+    from shoal.serve.router.loading import Making, ModelLoader
+    from shoal.serve.router.shelf import Shelf
+    from shoal.serve.run import bind, server_of
+    from shoal.serve.settings import Settings
+
+    def scheduler(engine: Engine, kv: int | None, prefixes: int | None) -> Scheduler:
+        return Scheduler(engine, kv_bytes=kv, prefix_bytes=prefixes)
+
+    wanted = Settings(**{"model_name": "", "grace": 20.0, **settings})
+    making = Making(lambda one: 1000, lambda one: models[str(one.source)](), scheduler)
+    loader = ModelLoader(wanted, making, MemoryBudget(None))
+    listed = [Listed(name, name, (f"{name}-alias",)) for name in models]
+    shelf = Shelf(listed, loader, **{"most": 2, "keep": 300.0, **(shelving or {})})
+    listener, server = bind("127.0.0.1", 0), server_of(create_router(shelf, loader, wanted, pulls), wanted)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    running = Routed(f"http://127.0.0.1:{listener.getsockname()[1]}", shelf, loader)
+    try:
+        wait(lambda: server.started)
+        yield running
+    finally:
+        server.should_exit = True
+        thread.join(60)
+        running.close()
+        listener.close()
+        assert not thread.is_alive() and not loader.schedulers
+
+
+@dataclass
+class Routed:
+    """A server of several models under way."""
+
+    url: str
+    shelf: Any
+    loader: Any
+    clients: list[Any] = field(default_factory=list)
+
+    client = Running.client
+    close = Running.close

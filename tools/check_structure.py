@@ -34,7 +34,7 @@ VAGUE = ("words",)
 CONFIGS = ("vocab_size",)
 """Names that components share with transformers' configs, which are looked up."""
 
-MOST_CORE_LINES = 50_550
+MOST_CORE_LINES = 53_070
 """2,680: recurrent layers; 990: experts; 330: plain steps; 410: prefixes in place; 610: SambaY; 730: latent attention,
 channel-wise gates of two matrices and lightning attention, seven model types, their GGUF files and published names;
 560: all GGUF types, models in parts, gpt-oss; 40: orders and cards by kind of layer; 530: safetensors in the numbers
@@ -57,10 +57,13 @@ architectures of GGUF files; 140: experts read ahead of a file beyond memory, me
 240: several layers for further tokens, each of which reads what the one before it says, in four layouts;
 330: Gemma 4's assistant; 120: GGUF files of MiniMax-01 and Phi-3.5-MoE, DBRX; 70: odd configs told in a line;
 1,290: models by name: their spellings and table, the Hub's cache and other tools' folders, fetching, removing;
-1,660: Anthropic's messages; thoughts; Ollama's routes; vectors and rerankers; gaps; a page of routes."""
-MOST_CORE_FILES = 316  # 20: recurrent; 4: experts; 4: SambaY; 3: latent; 8: GGUF; 6: classics; 19: drafts; 11: hub;
-# 9: what clients speak
-MOST_LAB_LINES = 42_320
+1,660: Anthropic's messages; thoughts; Ollama's routes; vectors and rerankers; gaps; a page of routes;
+150: a thread that leaves a forward for other work; 930: help by usual options, a chat's files, models and messages of
+several lines, tools of MCP servers; 1,430: several models in one server: names, loads and unloads, a budget of
+memory, turns, pulls by request."""
+MOST_CORE_FILES = 333  # 20: recurrent; 4: experts; 4: SambaY; 3: latent; 8: GGUF; 6: classics; 19: drafts; 11: hub;
+# 9: what clients speak; 1: threads that part
+MOST_LAB_LINES = 42_660
 """Of the package, benchmarks and tools. 392 more: plan and members; 127: two checkouts; 350: hybrids, prefixes; 620:
 training hybrids; 200: files of mixtures; 670: caches of experts,
 mixtures of dense files, experts beyond memory; 70: a day of alike requests;
@@ -68,14 +71,16 @@ mixtures of dense files, experts beyond memory; 70: a day of alike requests;
 20: Medusa of other tools; 160: prompt tokens by measured times, and several of them for each
 place; 50: searches that go on from text to text, all exits in turn; 70: a
 command that searches for sublayers; 275: training in EAGLE-3's form; 300: training of DFlash's
-blocks; 10: files with random weights beyond memory; 210: prompts of all kinds, training that goes on from a part,
-guesses kept by place."""
+blocks; 10: files with random weights beyond memory; 100: drafts made beside the target; 85: the first minute of a
+clone; 15: the usual options of commands; 130: a soak of several models; 220: prompts of
+all kinds, training that goes on from a part, guesses kept by place."""
 MOST_IN_FOLDER = 20
-MOST_CLASSES = 75  # each kind of part and of cache layer is a class, with its defaults; protocols keep circles out
+MOST_CLASSES = 76  # each kind of part and of cache layer is a class, with its defaults; protocols keep circles out
 """Classes and protocols in the modules that the decoding loop imports, however indirectly."""
 MOST_DOC_PAGES, MOST_DOC_WORDS = 15, 30_000
-REFERENCE = ("api", "generation_config", "methods", "reference_server", "supported_models")
-"""Pages of docs that are written by scripts, or walked by tests field by field: they are not read from end to end."""
+REFERENCE = ("api", "comparison", "generation_config", "methods", "reference_server", "supported_models")
+"""Pages of docs that are written by scripts, or walked by tests field by field or cell by cell: they are not read from
+end to end."""
 
 
 def main() -> int:

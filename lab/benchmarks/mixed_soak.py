@@ -54,6 +54,8 @@ class Client:
         tools: whether the model's template supports tools.
     """
 
+    model = "soak"
+
     def __init__(self, http: httpx.AsyncClient, dice: random.Random, tools: bool) -> None:
         self._http, self._dice, self._tools = http, dice, tools
         self.counts: Counter[str] = Counter()
@@ -77,7 +79,7 @@ class Client:
         text = f"Tell me about {self._dice.choice(TOPICS)}, part {self._dice.randrange(1000)}."
         messages = [{"role": "system", "content": self._dice.choice(SYSTEMS)}, {"role": "user", "content": text}]
         limit = self._dice.randrange(8, 96)
-        return {"model": "soak", "messages": messages, "temperature": 0, "max_tokens": limit, **more}
+        return {"model": self.model, "messages": messages, "temperature": 0, "max_tokens": limit, **more}
 
     async def _whole(self, body: dict[str, Any], route: str = "/v1/chat/completions") -> dict[str, Any]:
         answer = await self._http.post(route, json=body)
@@ -155,7 +157,8 @@ class Client:
         await self._whole(self._ask(n=2, temperature=0.9, top_p=0.9, seed=self._dice.randrange(100), metrics=True))
 
     async def _completion(self) -> None:
-        body = {"model": "soak", "prompt": "Once upon a time", "max_tokens": self._dice.randrange(8, 64), "logprobs": 2}
+        limit = self._dice.randrange(8, 64)
+        body = {"model": self.model, "prompt": "Once upon a time", "max_tokens": limit, "logprobs": 2}
         await self._whole(body, "/v1/completions")
 
 

@@ -127,6 +127,7 @@ class ModelInfo:
         sources: per layer, the one that it reads instead of keeping something itself, or None; empty if none does.
         shows_queries: whether a component may see the queries of attention, and choose what they read.
         by_distance: whether scores depend on how far apart slots are, so that none may be left out between others.
+        keeps_threads: why a forward can spare no thread (`shoal.model.runner.Meanwhile`); empty if it can.
         tokenizer: the model's tokenizer, if it has one.
         draft_engine: makes the engine of another model, given its folder, its Hub id or the loaded model. It must have
             the same tokens unless `same=False`. None if there is no engine.
@@ -156,6 +157,7 @@ class ModelInfo:
     sources: tuple[int | None, ...] = ()
     shows_queries: bool = True
     by_distance: bool = False
+    keeps_threads: str = ""
     tokenizer: Any = None
     draft_engine: Callable[..., Any] | None = None
     tensors: Callable[[str], Mapping[str, Any]] | None = None

@@ -88,6 +88,7 @@ def test_what_nobody_knows_is_refused(text: str, said: str, places: tuple[Path, 
 
 @pytest.mark.parametrize("text", [
     "trust_remote_code = true", "[serve]\ntrust-remote-code = true", "[eval]\nunsafe = true",
+    'mcp = "servers.json"', '[chat]\nmcp = "servers.json"', '[chat]\nmcp-allow = ["run"]',
 ])
 def test_a_project_cannot_allow_its_own_code(text: str, places: tuple[Path, Path]) -> None:
     own, project = places

@@ -12,7 +12,7 @@ import shoal
 from gguf_fixtures import FOLDER
 from shoal.cli import env as env_command
 from shoal.cli import main
-from shoal.cli.entry import COMMANDS
+from shoal.cli.entry import COMMANDS, known
 
 
 def fails(capsys, *argv: str) -> str:
@@ -140,9 +140,56 @@ def test_no_torch_before_it_is_needed(argv):
     assert not {"torch", "transformers", "numpy"} & imported(done)
 
 
-def test_help_lists_every_command():
-    done = shoal_process("--help")
-    assert all(f"  {name} " in done.stdout for name in COMMANDS)
+def listed(capsys, *argv: str) -> list[str]:
+    """The commands of an overview, in its order."""
+    assert main(list(argv)) == 0
+    return re.findall(r"^  ([a-z][a-z-]*) +\S", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_help_lists_the_usual_commands_and_help_all_every_one(capsys):
+    assert listed(capsys, "--help") == ["generate", "run", "chat", "serve", "pull", "models", "rm", "batch",
+                                        "recommend"]
+    assert set(listed(capsys, "--help-all")) == set(known())
+
+
+def helps(capsys, name: str) -> tuple[str, str]:
+    """What --help and --help-all print."""
+    assert main([name, "--help"]) == 0
+    usual = capsys.readouterr().out
+    assert main([name, "--help-all"]) == 0
+    return usual, capsys.readouterr().out
+
+
+def options(text: str) -> list[str]:
+    return re.findall(r"^  (?:-h, )?(--[a-z-]+)", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", known())
+def test_help_shows_about_ten_options_and_help_all_the_rest(capsys, name):
+    usual, whole = helps(capsys, name)
+    assert len(options(usual)) <= 14 and usual.count("\n") <= 80
+    assert set(options(usual)) <= set(options(whole))
+    hidden = set(options(whole)) - set(options(usual))
+    said = re.search(rf"^(\d+) more options: shoal {name} --help-all$", usual, re.MULTILINE)
+    assert (said is None) == (not hidden)
+    assert said is None or (int(said[1]) == len(hidden - {"--help-all"}) and "more options" not in whole)
+
+
+def test_help_on_a_method_shows_its_options(capsys):
+    assert main(["generate", "--method", "d3", "--help"]) == 0
+    shown = options(capsys.readouterr().out)
+    assert "--alpha" in shown and "--model" in shown and "--top-k" not in shown
+    assert "--alpha" not in options(helps(capsys, "generate")[0])
+
+
+@pytest.mark.parametrize("columns", [60, 100])
+def test_help_wraps_by_words_at_the_width_of_the_terminal(capsys, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for argv in (["--help-all"], ["serve", "--help"]):
+        assert main(argv) == 0
+        text = capsys.readouterr().out.partition("examples:")[0]
+        assert max(map(len, text.splitlines())) <= columns
+        assert "-\n" not in text.replace("--help-\n", "")
 
 
 def test_version():

@@ -10,6 +10,7 @@ from extras import absent, command
 
 SERVING = ["serve", "--model", "{model}"]
 MISSING: dict[str, tuple[list[str], str]] = {
+    "chat": (["chat", "--mcp", "servers.json"], "mcp is not installed. Install the extra: pip install 'shoal[mcp]'"),
     "completion": (["completion", "bash"], "shtab is not installed. Install the extra: pip install 'shoal[comp"),
     "serve": (SERVING, " is not installed. Install the extra: pip install 'shoal[serve]'"),
 }

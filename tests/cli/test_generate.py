@@ -51,6 +51,26 @@ def test_raw_leaves_the_prompt_alone(capsys, small):
     assert tuple(found["tokens"]) == small.generate(QUESTION, max_new_tokens=8).tokens
 
 
+@pytest.fixture(scope="module")
+def misfit(tiny_folder, tmp_path_factory):
+    """A model whose activation the packed layers lack."""
+    folder = tmp_path_factory.mktemp("misfit") / "model"
+    shutil.copytree(tiny_folder, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "hidden_act": "tanh"}))
+    return str(folder)
+
+
+@pytest.mark.parametrize(("options", "told"), [
+    (("--dtype", "float32"), True), (("--dtype", "float64"), False), (("--dtype", "float32", "--backend", "hf"), False),
+])
+def test_what_runs_on_modules_is_said_once_with_its_cost(capsys, misfit, options, told):
+    assert main(["generate", "abc", "--model", misfit, "--max-new-tokens", "3", "--quiet", *options]) == 0
+    err = capsys.readouterr().err
+    assert err.count("\n") == err.count("4.9 to 8.5 times as fast") == told
+    assert err == "" or ("on transformers' modules" in err and "its activation 'tanh' is not among" in err)
+
+
 def test_report(capsys, tiny_folder):
     words = ["--model", tiny_folder, "--method", "early_exit", "--exit-layer", "4", "--max-new-tokens", "5"]
     found = reported(capsys, "abc", *words)

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import openai
 import pytest
@@ -59,3 +60,38 @@ def test_options_that_make_no_sense(
 ) -> None:
     assert main(["serve", "--model", tiny_folder, *words]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--model", "{tiny}", "--served-model-name", "t"], "give --alias NAME=MODEL"),
+        (["--model", "{other}", "--replicas", "2"], "--replicas is 2 with several models"),
+        (["--model", "{other}"], "would stand for both"),
+        (["--alias", "x={tiny}", "--alias", "x=org/other"], "the name 'x' would stand for both"),
+        (["--alias", "x=org/none", "--alias", "x=org/other"], "would stand for both org/none and org/other"),
+        (["--models", "/nothing/there"], "--models /nothing/there: it is no folder"),
+        (["--alias", "small=org/none"], "shoal pull org/none"),
+        (["--keep-alive", "5m", "--memory", "1MiB"], "and 5% are kept back"),
+        (["--keep-alive", "5m", "--method-for", "{name}=d4"], "d4"),
+    ],
+)
+def test_several_models_that_cannot_be(
+    tiny_folder: str, tmp_path: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = Path(tiny_folder).name
+    other = tmp_path / name
+    other.mkdir()
+    given = [word.format(tiny=tiny_folder, other=other, name=name) for word in words]
+    assert main(["serve", "--model", tiny_folder, *given]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_typed_model_takes_the_place_of_the_configured_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "shoal.toml").write_text('model = "configured"\n', "utf-8")
+    monkeypatch.setenv("SHOAL_CONFIG", str(tmp_path / "shoal.toml"))
+    assert main(["serve", "--model", "org/typed"]) == 2
+    said = capsys.readouterr().err
+    assert "typed" in said and "configured" not in said

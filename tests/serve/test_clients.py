@@ -1,7 +1,8 @@
 """Programs of others use the server unchanged: an agent framework, a chat in the terminal, an evaluation.
 
 Each of them asks a tiny random model, whose answers only a grammar makes sensible, and then, where its file is there,
-a published one. They are installed by the extra `clients`; `make test-all` has it.
+a published one. They are installed by the extra `clients`; `make test-all` has it. Aider wants other versions of the
+same libraries, so it is looked for as a command.
 """
 
 from __future__ import annotations
@@ -9,13 +10,16 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+import anthropic
 import openai
 import pytest
 from pydantic import BaseModel, ConfigDict
@@ -26,6 +30,7 @@ from serving import MODEL, Running, serving
 from tool_tokenizer import speaking
 
 GREEDY: Any = {"temperature": 0, "max_tokens": 200}
+FACES = ("OpenAIChatModel", "OpenAIResponsesModel", "AnthropicModel")
 
 
 class Report(BaseModel):
@@ -70,19 +75,32 @@ def expected(server: Running, text: str, **options: Any) -> str:
 def with_agent(server: Running, use: Any, face: str = "OpenAIChatModel", **options: Any) -> Any:
     """The result of `use(agent)`; closes its connections."""
     from pydantic_ai import Agent
-    from pydantic_ai.models import openai as models
-    from pydantic_ai.providers.openai import OpenAIProvider
 
     async def run() -> Any:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-            model = getattr(models, face)(MODEL, provider=OpenAIProvider(openai_client=client))
+        async with agents_model(server, face) as model:
             return await use(Agent(model, model_settings=GREEDY, **options))
 
     return asyncio.run(run())
 
 
+@asynccontextmanager
+async def agents_model(server: Running, face: str) -> AsyncIterator[Any]:
+    """pydantic-ai's model of a name, over OpenAI's or Anthropic's client."""
+    from pydantic_ai.models import anthropic as anthropics
+    from pydantic_ai.models import openai as openais
+    from pydantic_ai.providers.anthropic import AnthropicProvider
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    if face == "AnthropicModel":
+        async with anthropic.AsyncAnthropic(base_url=server.url, api_key="none", max_retries=0) as theirs:
+            yield anthropics.AnthropicModel(MODEL, provider=AnthropicProvider(anthropic_client=theirs))
+    else:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            yield getattr(openais, face)(MODEL, provider=OpenAIProvider(openai_client=client))
+
+
 @needs_client("pydantic_ai")
-@pytest.mark.parametrize("face", ["OpenAIChatModel", "OpenAIResponsesModel"])
+@pytest.mark.parametrize("face", FACES)
 def test_an_agent_chats_and_streams(server: Running, face: str) -> None:
     async def both(agent: Any) -> list[str]:
         async with agent.run_stream("Hello") as run:
@@ -135,7 +153,7 @@ class Weather(BaseModel):
 
 @pytest.mark.slow
 @needs_client("pydantic_ai")
-@pytest.mark.parametrize("face", ["OpenAIChatModel", "OpenAIResponsesModel"])
+@pytest.mark.parametrize("face", FACES[:2])
 @pytest.mark.parametrize("kind", ["ToolOutput", "NativeOutput"])
 def test_an_agent_gets_nested_output_with_its_tool(published: Running, kind: str, face: str) -> None:
     import pydantic_ai
@@ -157,7 +175,7 @@ def program(server: Running, name: str) -> list[Any]:
     """The output of a program from a tool's documentation, which gets the server's address by its environment alone."""
     path = Path(__file__).parent / "programs" / f"{name}_program.py"
     told = {"OPENAI_BASE_URL": f"{server.url}/v1", "OPENAI_API_KEY": "none", "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-            "LANGSMITH_TRACING": "false"}
+            "LANGSMITH_TRACING": "false", "ANTHROPIC_BASE_URL": server.url, "ANTHROPIC_API_KEY": "none"}
     said = _started([str(path)], told).stdout
     return [json.loads(line) for line in said.splitlines() if line.startswith("{")]
 
@@ -185,6 +203,18 @@ def test_a_program_of_langchain(local: Running) -> None:
     assert all("San Francisco" in place for place in found["weather"])
     assert found["product"] == "7006652" in found["answered"]
     assert found["streamed_call"] == found["newer_call"] == {"a": 3, "b": 4} and "4" in found["completed"]
+
+
+@pytest.mark.slow
+@needs_client("langchain_anthropic")
+def test_a_program_of_langchain_over_messages(local: Running) -> None:
+    (found,) = program(local, "langchain_anthropic")
+    assert "programm" in found["translated"] and found["said"] == found["streamed"]
+    assert found["usage"]["total_tokens"] == found["usage"]["input_tokens"] + found["usage"]["output_tokens"] > 0
+    for family in found["families"]:
+        assert family["child"] == {"name": "Cid", "age": 9} and {"name": "Ann", "age": 40} in family["parents"]
+    assert found["product"] == "7006652" and found["answered"]
+    assert found["forced"] == found["streamed_call"] == {"a": 3, "b": 4}
 
 
 @pytest.mark.slow
@@ -226,6 +256,24 @@ def test_a_chat_in_the_terminal_has_its_function_called_and_goes_on(published: R
     assert "multiply({'x': 1234, 'y': 5678})\n  7006652" in llm(published, *asked)
     llm(published, "My name is Ada.")
     assert "Ada" in llm(published, "-c", "What is my name?")
+
+
+@pytest.mark.slow
+def test_an_editor_of_code_edits(published: Running, tmp_path: Path) -> None:
+    aider = shutil.which("aider")
+    if aider is None:
+        pytest.skip("aider is not installed; pipx install aider-chat")
+    (tmp_path / "sums.py").write_text("def add(a, b):\n    return a - b\n")
+    command = [aider, "--model", f"openai/{MODEL}", "--no-git", "--yes-always", "--no-check-update",
+               "--analytics-disable", "--no-show-model-warnings", "--no-show-release-notes", "--no-pretty",
+               "--edit-format", "whole", "--map-tokens", "0",
+               "--message", "add() must add. Change the minus sign to a plus sign.", "sums.py"]
+    told = {"OPENAI_API_BASE": f"{published.url}/v1", "OPENAI_API_KEY": "none", "HOME": str(tmp_path),
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True", "PYTHONPATH": ""}
+    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, **told}, capture_output=True, text=True,
+                          timeout=300, check=False)
+    assert done.returncode == 0 and "Applied edit to sums.py" in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "return a + b" in (tmp_path / "sums.py").read_text()
 
 
 @pytest.mark.slow

@@ -158,7 +158,9 @@ def test_idle_connections_stay_open_as_long_as_the_operator_says() -> None:
             assert idle.has_expired() != stays
 
 
-@pytest.mark.parametrize("words", [["--keep-alive", "nan"], ["--keep-alive", "-1"], ["--stall", "0"],
+@pytest.mark.parametrize("words", [["--connection-keep-alive", "nan"], ["--connection-keep-alive", "-1"],
+                                   ["--stall", "0"], ["--keep-alive", "soon"], ["--models-max", "-2"],
+                                   ["--load-timeout", "0"], ["--method-for", "no=full"], ["--alias", "=x"],
                                    ["--method-limit", "aded.nothing=3"], ["--method-limit", "aded.nodes"]],
                          ids=" ".join)
 def test_options_that_cannot_be_are_refused_before_a_model_is_loaded(words: list[str], capsys: Any) -> None:

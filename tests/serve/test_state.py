@@ -18,7 +18,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 
 from serving import MODEL, Running, serving, tiny_engine, wait
 from shoal.serve import replicas
-from shoal.serve.replicas import Board, Together
+from shoal.serve.metrics import Together
+from shoal.serve.replicas import Board
 
 NAMES = """
 num_requests_running num_requests_waiting kv_cache_usage_perc prompt_tokens_total generation_tokens_total
@@ -224,7 +225,7 @@ def registry(amount: float) -> CollectorRegistry:
 
 def test_samples_say_whose_they_are_and_families_come_once() -> None:
     families = {name: [*registry(amount).collect()] for name, amount in (("y", 2.0), ("x", 3.0))}
-    lines = generate_latest(Together(families)).decode().splitlines()
+    lines = generate_latest(Together(families, "replica")).decode().splitlines()
     assert [line for line in lines if line.startswith("made_total")] == [
         'made_total{kind="a",replica="x"} 3.0', 'made_total{kind="a",replica="y"} 2.0'
     ]

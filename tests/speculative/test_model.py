@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from drafts import draft_of, noisy
-from drive import prompt
+from drive import breaks_at_times, decode, make_run, prompt
 from families import fingerprint, tiny
 from shoal.decode.rules.accept import Rule
 from shoal.decode.rules.probabilistic import Rejection
@@ -161,6 +161,15 @@ def test_a_draft_that_breaks_leaves_the_target_as_it_was(call: int) -> None:
     plain = engine.generate(PROMPTS[0], method=Full(), max_new_tokens=NEW)
     assert plain.tokens[: len(stream.result.tokens)] == stream.result.tokens
     assert engine.generate(PROMPTS[0], method=DraftModel(draft), max_new_tokens=NEW).tokens == plain.tokens
+
+
+def test_a_step_that_breaks_is_taken_again() -> None:
+    """The last token, which the draft model has read, is read again."""
+    engine = home()
+    recipe = DraftModel(draft_of("llama"), length=3).recipe(engine.info(NEW))
+    run = make_run(None, PROMPTS, recipe, NEW, runner=engine.runner, watch=False)
+    breaks_at_times(run)
+    assert run.tokens == decode(None, PROMPTS, recipe, NEW, runner=engine.runner, watch=False).tokens
 
 
 def test_stop_strings_inside_a_block() -> None:

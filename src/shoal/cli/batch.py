@@ -45,6 +45,8 @@ def add_arguments(parser: Parser) -> None:
     scheduling.add_argument("--ray", metavar="N", type=int, help="share the lines among N processes, each with its own "
                             "model; needs the extra ray")
     common.add_json(parser)
+    parser.show_usual("--model", "--method", "--max-new-tokens", "--temperature", "--seed", "--stop", "--json-schema",
+                      "--max-seqs", "--json")
 
 
 def run(args: argparse.Namespace) -> int:

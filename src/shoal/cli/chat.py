@@ -1,71 +1,90 @@
 """Chat with a model in the terminal. Answers are coloured by depth, and green where tokens were drafted and accepted.
 
-Ctrl-C ends an answer, whose text so far is kept; Ctrl-D ends the chat. Pasted text is one message, however many lines
-it has; typed lines form one message between two lines of three quotes. Earlier turns are not read again.
-
-/method d3:mean=0.9   set the method for further answers; alone: show it
-/system TEXT          set the system message; without a text: remove it
-/reset                start a new conversation
-/stats                show what the conversation cost so far
-/save FILE            write the conversation as JSON
-/load FILE            continue a saved conversation, or any list of messages
-/help, /exit
+Ctrl-C ends an answer, whose text so far is kept; Ctrl-D ends the chat; `/help` lists its commands.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
+import gc
 import json
 import re
+import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
-from types import FrameType, ModuleType
-from typing import TYPE_CHECKING
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
-from shoal.cli.options import common
+from shoal.cli.console.files import attached, place
+from shoal.cli.console.lines import Lines
+from shoal.cli.options import bring, common
 from shoal.cli.options.parser import Parser
 from shoal.cli.terminal import add_color, held_back, printer_of, summary
-from shoal.user_cache import cache_folder, expanded
 
 if TYPE_CHECKING:
+    from shoal.cli.console.calls import ToolUse
     from shoal.engine.engine import Engine
+    from shoal.engine.session import Turn
+    from shoal.serve.protocol.thoughts import AnswerReader
     from shoal.types import Stats
 
 EXAMPLES = """examples:
   shoal chat
   shoal chat --model path/to/model --system "Answer in one sentence."
   shoal chat --model path/to/model.gguf --method d3 --mean 0.9 --temperature 0.7
+  shoal chat --model qwen3:4b --mcp servers.json
 """
-COMMANDS = ("/exit", "/help", "/load", "/method", "/reset", "/save", "/stats", "/system")
+ABOUT = {
+    "/file PATH": "add a text file to the next message; alone: list what is added",
+    "/model NAME": "go on with another model; alone: show which one answers",
+    "/method NAME": "set the method for further answers, such as d3:mean=0.9; alone: show it",
+    "/system TEXT": "set the system message; without a text: remove it",
+    "/tools": "list the tools of MCP servers, which --mcp starts",
+    "/stats": "show what the conversation cost; /stats on: show figures after each answer; /stats off: no more",
+    "/reset": "start a new conversation",
+    "/save PATH": "write the conversation as JSON",
+    "/load PATH": "continue a saved conversation, or any list of messages",
+    "/image": "says that no model here reads pictures yet",
+    "/help": "show this",
+    "/exit": "end the chat, as Ctrl-D does",
+}
+"""The commands, and what each does."""
+COMMANDS = tuple(sorted(usage.split()[0] for usage in ABOUT))
+_KEPT = ("role", "content", "name", "tool_calls", "tool_call_id")
+"""What is read of a saved message."""
+MOST_ROUNDS = 8
+"""Answers in a row that may call tools, before the person must say something."""
 _COMMAND = re.compile(r"/[a-z]+")
-_QUOTES = '"""'
-_BEGIN, _END = "\x1b[200~", "\x1b[201~"
-"""What a terminal sends around pasted text, after `_ASK`."""
-_ASK, _ASK_NO_MORE = "\x1b[?2004h", "\x1b[?2004l"
-_LONGEST_HISTORY = 1000
 
 
 def add_arguments(parser: Parser) -> None:
     """Declare the options."""
     parser.add_argument("--system", metavar="TEXT", help="the system message")
+    parser.add_argument("--stats", action="store_true", help="show a line of figures after each answer")
     common.add_method(parser, default="auto")
     common.add_sampling(parser)
     parser.set_defaults(max_new_tokens=1024)
     common.add_model(parser)
     add_color(parser)
-    parser.add_argument("--quiet", action="store_true", help="no line of figures after each answer")
+    parser.add_argument("--quiet", action="store_true", help="no line of figures, whatever --stats says")
+    tools = parser.add_argument_group("tools")
+    tools.add_argument("--mcp", metavar="CONFIG.json", type=Path, help="start the MCP servers of this file, whose "
+                       "tools the model may call; needs the extra mcp")
+    tools.add_argument("--mcp-allow", metavar="TOOL", action="append", default=[], help="call this tool without "
+                       "asking each time; repeatable")
+    parser.show_usual("--model", "--system", "--method", "--max-new-tokens", "--temperature", "--seed", "--stats",
+                      "--color", "--mcp", "--mcp-allow")
 
 
 def run(args: argparse.Namespace) -> int:
     """Chat until the input ends."""
-    engine = common.load_engine(args, chats=True)
-    talk = Talk(args, engine)
-    with Lines(COMMANDS) as lines:
-        lines.say("Ctrl-C ends an answer, Ctrl-D the chat; /help lists the commands.")
+    with Lines(COMMANDS) as lines, _talking(args, lines.ask) as talk:
+        lines.say(_wrapped(f"Ctrl-C ends an answer, Ctrl-D the chat; {lines.keys}; /help lists the commands."))
         for text in lines:
             try:
                 if not talk.hear(text):
@@ -79,8 +98,38 @@ def run(args: argparse.Namespace) -> int:
 
 def once(args: argparse.Namespace, prompt: str) -> int:
     """Answer one prompt."""
-    Talk(args, common.load_engine(args, chats=True)).answer(prompt)
+    with _talking(args, lambda _: "") as talk:
+        talk.answer(prompt)
     return 0
+
+
+@contextmanager
+def _talking(args: argparse.Namespace, ask: Callable[[str], str]) -> Iterator[Talk]:
+    """A conversation, with the tools of the servers that --mcp names while it lasts."""
+    if args.mcp is None and args.mcp_allow:
+        raise ValueError("--mcp-allow names tools of MCP servers; give --mcp CONFIG.json too")
+    with ExitStack() as opened:
+        configs = [] if args.mcp is None else _servers(args.mcp)
+        engine = common.load_engine(args, chats=True)
+        talk = Talk(args, engine)
+        if configs:
+            from shoal.cli.console.calls import ToolUse, say
+            from shoal.integrations.mcp_servers import McpServers
+
+            servers = McpServers(configs, say)
+            opened.callback(servers.close)
+            talk.use(ToolUse(servers, args.mcp_allow, ask))
+        yield talk
+
+
+def _servers(path: Path) -> Sequence[Any]:
+    """The servers of a file, before minutes are spent on a model."""
+    from shoal.errors import needs
+    from shoal.integrations.mcp_servers import configs_of
+
+    with needs("mcp", "--mcp"):
+        import mcp  # noqa: F401
+    return configs_of(path)
 
 
 class Talk:
@@ -90,6 +139,14 @@ class Talk:
         self._args, self._engine, self._method = args, engine, args.method
         self._session = engine.session(system=args.system, **common.sampling(args, engine))
         self._answers: list[Stats] = []
+        self._files: list[str] = []
+        self._figures = args.stats and not args.quiet
+        self._tools: ToolUse | None = None
+
+    def use(self, tools: ToolUse) -> None:
+        """Let the model call tools; ValueError for a model that calls none."""
+        self._session.tools = tools.functions(self._engine.tokenizer)
+        self._tools = tools
 
     def hear(self, text: str) -> bool:
         """Answer a text or run a command, False if that ends the chat; a ValueError leaves the chat unchanged."""
@@ -100,9 +157,9 @@ class Talk:
         if word in ("/exit", "/quit", "/bye"):
             return False
         orders: dict[str, Callable[[str], None]] = {
-            "/help": lambda _: print(str(__doc__).strip()), "/load": self.load, "/method": self.method,
-            "/reset": lambda _: self.reset(), "/save": self.save, "/stats": lambda _: self.stats(),
-            "/system": self.system,
+            "/file": self.file, "/help": lambda _: print(help_text()), "/image": self.image, "/load": self.load,
+            "/method": self.method, "/model": self.model, "/reset": lambda _: self.reset(), "/save": self.save,
+            "/stats": self.stats, "/system": self.system, "/tools": lambda _: self.tools(),
         }
         if word not in orders:
             raise ValueError(f"there is no {word}; there are {', '.join(COMMANDS)}. To send it to the model, put it "
@@ -111,24 +168,113 @@ class Talk:
         return True
 
     def answer(self, text: str) -> None:
-        """Stream the answer to a text. An interrupt ends it; the text so far stays in the conversation."""
+        """Stream the answer to a text, and make the calls in it. An interrupt ends it; the text so far stays."""
+        before = list(self._session.messages)
+        said: list[dict[str, Any]] = [{"role": "user", "content": "\n\n".join([*self._files, text])}]
+        try:
+            for _ in range(MOST_ROUNDS):
+                calls = self._answer(said)
+                if not calls or self._tools is None:
+                    self._files = []
+                    return
+                said = self._results(self._tools, calls)
+        except ValueError:
+            self._session.messages = before
+            raise
+        self._files = []
+        self._session.messages += said
+        print(f"[{MOST_ROUNDS} answers in a row called tools; say how to go on]", file=sys.stderr)
+
+    def _answer(self, said: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Stream one answer; the calls in it, none if it was interrupted."""
         with held_back(), _interrupts() as heard:
-            turn = self._session.stream(text, method=self._method)
+            if self._tools is not None:
+                self._session.tools = self._tools.functions(self._engine.tokenizer)
+            turn = self._session.stream(said, method=self._method)
             printer = printer_of(self._args, self._engine, self._method)
+            told = _Told(self._reader(turn, said))
             try:
                 with suppress(KeyboardInterrupt):
                     for step in turn:
-                        printer.show(step)
+                        printer.show(replace(step, text=told.text(step.text, step.finish_reason)))
                         if heard:
                             break
             finally:
                 turn.close()
-                printer.close()
+                if told.shown or not told.calls:
+                    printer.close()
         if not turn.result.tokens:
-            return
+            return []
         self._answers.append(turn.result.stats)
-        if not self._args.quiet:
-            print(summary(turn.result), file=sys.stderr)
+        if self._figures:
+            print(_wrapped(summary(turn.result)), file=sys.stderr)
+        if heard or not told.calls:
+            return []
+        self._session.messages[-1] = {"role": "assistant", "content": told.said, "tool_calls": told.calls}
+        return told.calls
+
+    def _reader(self, turn: Turn, said: list[dict[str, Any]]) -> AnswerReader | None:
+        """What finds calls in an answer; None without tools."""
+        if not self._session.tools or self._tools is None:
+            return None
+        return self._tools.reader(self._engine.tokenizer, turn.tokens, [*self._session.messages, *said])
+
+    def _results(self, tools: ToolUse, calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """A message with the result of each call. An interrupt ends the turn; the conversation then says so."""
+        made = list[dict[str, Any]]()
+        tokenizer, context = self._engine.tokenizer, self._engine.runner.max_positions
+        try:
+            for call in calls:
+                made.append(tools.result(call, tokenizer, context))
+        except KeyboardInterrupt:
+            self._session.messages += [*made, *(tools.no_result(call) for call in calls[len(made) :])]
+            raise
+        return made
+
+    def tools(self) -> None:
+        """List the tools."""
+        print("no MCP servers run; shoal chat --mcp CONFIG.json starts some" if self._tools is None
+              else self._tools.listed())
+
+    def file(self, path: str) -> None:
+        """Add a text file to the next message; without a path, say what is added."""
+        if path:
+            self._files.append(attached(place("/file", path)))
+        names = ", ".join(text.partition(":\n")[0] for text in self._files)
+        print(f"with the next message: {names or 'no file'}{names and ' (/reset drops it)'}")
+
+    def image(self, path: str) -> None:
+        """Refuse a picture."""
+        raise ValueError("the models here read no images yet; /file PATH adds a text file")
+
+    def model(self, name: str) -> None:
+        """Go on with another model, if one is given, and show which one answers.
+
+        The former one is given up first, so that the memory need not hold both, and loaded again if that fails.
+        """
+        if name:
+            bring.ready(name, yes=self._args.yes)
+            former, messages = vars(self._args).copy(), self._session.messages
+            self._args.model, self._args.revision = name, None
+            try:
+                self._load(messages)
+            except BaseException:
+                vars(self._args).update(former)
+                self._load(messages)
+                raise
+        print(f"model: {self._engine.model_name or 'the default model'}")
+
+    def _load(self, messages: list[dict[str, Any]]) -> None:
+        """Load the model that the options name, to go on with a conversation."""
+        vars(self).pop("_session", None)
+        vars(self).pop("_engine", None)
+        gc.collect()  # an engine and its methods hold each other
+        self._engine = common.load_engine(self._args, chats=True)
+        self._engine.recipe(self._method, self._args.max_new_tokens)  # refused here, not in the middle of an answer
+        self._session = self._engine.session(**common.sampling(self._args, self._engine))
+        self._session.messages = messages
+        if self._tools is not None:
+            self._session.tools = self._tools.functions(self._engine.tokenizer)
 
     def method(self, word: str) -> None:
         """Set the method for further answers, if one is given, and show it."""
@@ -146,10 +292,15 @@ class Talk:
     def reset(self) -> None:
         """Forget everything but the system message."""
         self._session.messages = [message for message in self._session.messages if message["role"] == "system"]
-        self._answers = []
+        self._answers, self._files = [], []
 
-    def stats(self) -> None:
-        """Print the total cost of the answers."""
+    def stats(self, wanted: str) -> None:
+        """Print the total cost of the answers, or say whether each shows its own."""
+        if wanted:
+            if wanted not in ("on", "off"):
+                raise ValueError(f"/stats takes on or off, not {wanted!r}")
+            self._figures = wanted == "on"
+            return
         if not self._answers:
             print("no answer yet")
             return
@@ -160,30 +311,58 @@ class Talk:
         count, seconds = len(self._answers), total("decode_seconds")
         pace = (total("new_tokens") - count) / seconds if seconds else 0
         depth = f"{total('layer_tokens') / total('new_tokens'):.2f} of {self._answers[0].num_layers}"
-        print(f"{count} answer{'s' * (count > 1)}, {total('new_tokens'):.0f} tokens, {pace:.1f} tokens/s, "
+        print(_wrapped(f"{count} answer{'s' * (count > 1)}, {total('new_tokens'):.0f} tokens, {pace:.1f} tokens/s, "
               f"{depth} layers on average, {total('accepted'):.0f} of {total('drafted'):.0f} guesses kept, "
-              f"{total('prefill_seconds'):.2f} s reading")
+              f"{total('prefill_seconds'):.2f} s reading"))
 
     def save(self, path: str) -> None:
         """Write the conversation."""
         text = json.dumps({"messages": self._session.messages}, ensure_ascii=False, indent=1)
-        _place("/save", path).write_text(text + "\n", encoding="utf-8")
+        place("/save", path).write_text(text + "\n", encoding="utf-8")
         print(f"saved {len(self._session.messages)} messages to {path}")
 
     def load(self, path: str) -> None:
         """Continue another conversation."""
-        self._session.messages = messages_of(_place("/load", path))
+        self._session.messages = messages_of(place("/load", path))
         self._answers = []
         print(f"{len(self._session.messages)} messages from {path}")
 
 
-def _place(command: str, path: str) -> Path:
-    """The path that a user typed after a command, `~` expanded."""
-    if not path:
-        raise ValueError(f"{command} needs the name of a file")
-    if (found := expanded(path)) is None:
-        raise ValueError(f"{path!r} names a home folder that does not exist; write the path in full")
-    return found
+class _Told:
+    """What of an answer is said, and which tools it calls; `reader` is None where it calls none."""
+
+    def __init__(self, reader: AnswerReader | None) -> None:
+        self._reader, self.said, self.shown = reader, "", False
+        self.calls: list[dict[str, Any]] = []
+
+    def text(self, piece: str, finish: str | None) -> str:
+        """The text to show for a piece."""
+        if self._reader is None:
+            self.shown = True
+            return piece
+        delta = self._reader.read(piece, finish is not None, finish == "length")
+        for call in delta.get("tool_calls", []):
+            function = call["function"]
+            with suppress(ValueError):  # no object: as text the tool itself will refuse it
+                function = {**function, "arguments": json.loads(function["arguments"])}
+            self.calls.append({"id": call["id"], "type": "function", "function": function})
+        self.said += delta.get("content", "")
+        text = str(delta.get("reasoning_content", "") + delta.get("content", ""))
+        self.shown = self.shown or bool(text)
+        return text
+
+
+def help_text() -> str:
+    """The commands, wrapped by words."""
+    width = shutil.get_terminal_size().columns
+    return "\n".join(textwrap.fill(text, width, initial_indent=f"{usage:<14}", subsequent_indent=" " * 14)
+                     for usage, text in ABOUT.items())
+
+
+def _wrapped(line: str) -> str:
+    """A line that breaks between words at the terminal's width; whole where stderr is no terminal."""
+    return textwrap.fill(line, shutil.get_terminal_size().columns, break_long_words=False,
+                         break_on_hyphens=False) if sys.stderr.isatty() else line
 
 
 @contextmanager
@@ -203,7 +382,7 @@ def _interrupts() -> Iterator[list[int]]:
         signal.signal(signal.SIGINT, before)
 
 
-def messages_of(path: Path) -> list[dict[str, str]]:
+def messages_of(path: Path) -> list[dict[str, Any]]:
     """The messages of a JSON file: a list, or an object with one as `messages`; ValueError for anything else."""
     try:
         found = json.loads(path.read_text(encoding="utf-8-sig"))
@@ -213,90 +392,9 @@ def messages_of(path: Path) -> list[dict[str, str]]:
     if not isinstance(messages, list) or not all(map(_is_message, messages)):
         raise ValueError(f"{path} holds no messages: a list of objects with a role (system, user, assistant) and a "
                          "text as content")
-    return [{"role": message["role"], "content": message["content"]} for message in messages]
+    return [{key: message[key] for key in _KEPT if key in message} for message in messages]
 
 
 def _is_message(found: object) -> bool:
-    return (isinstance(found, dict) and found.get("role") in ("system", "user", "assistant")
+    return (isinstance(found, dict) and found.get("role") in ("system", "user", "assistant", "tool")
             and isinstance(found.get("content"), str))
-
-
-class Lines:
-    """Messages from a pipe or a terminal, where readline, if there, edits, completes commands and has a history."""
-
-    def __init__(self, commands: Sequence[str]) -> None:
-        self._commands = sorted(commands)
-        self._shown = sys.stdin.isatty() and sys.stdout.isatty()
-        self._history = cache_folder() / "chat_history"
-        self._readline = _readline() if self._shown else None
-
-    def __enter__(self) -> Lines:
-        if self._shown and self._readline is None:
-            print(_ASK, end="", flush=True)
-        if self._readline is not None:
-            self._readline.parse_and_bind("tab: complete")
-            self._readline.parse_and_bind("set enable-bracketed-paste on")  # Python turns it off
-            self._readline.set_completer_delims("\n")
-            self._readline.set_completer(self.complete)
-            self._readline.set_history_length(_LONGEST_HISTORY)
-            with suppress(OSError):
-                self._readline.read_history_file(self._history)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._shown and self._readline is None:
-            print(_ASK_NO_MORE, end="", flush=True)
-        if self._readline is not None:
-            with suppress(OSError):
-                self._history.parent.mkdir(parents=True, exist_ok=True)
-                self._readline.write_history_file(self._history)
-
-    def __iter__(self) -> Iterator[str]:
-        """Non-empty messages, until the input ends. An interrupt drops the line being typed."""
-        while True:
-            try:
-                text = self._text()
-            except EOFError:
-                self.say()
-                return
-            except KeyboardInterrupt:
-                self.say()
-                continue
-            if text.strip():
-                yield text
-
-    def say(self, text: str = "") -> None:
-        """Print a line, if this is a terminal."""
-        if self._shown:
-            print(text)
-
-    def complete(self, begun: str, number: int) -> str | None:
-        """The `number`-th command that begins with `begun`, as readline asks for it."""
-        found = [command for command in self._commands if command.startswith(begun)]
-        return found[number] if begun and number < len(found) else None
-
-    def _text(self) -> str:
-        line = self._pasted(self._line(">>> "))
-        if not line.strip().startswith(_QUOTES) or ("\n" in line.strip() and not line.rstrip().endswith(_QUOTES)):
-            return line.strip()  # pasted text is complete, even if it begins with quotes
-        parts = [line.strip().removeprefix(_QUOTES)]
-        while not parts[-1].rstrip().endswith(_QUOTES):
-            parts.append(self._pasted(self._line("... ")))
-        parts[-1] = parts[-1].rstrip().removesuffix(_QUOTES)
-        return "\n".join(parts)
-
-    def _pasted(self, line: str) -> str:
-        """The line, with the rest of a paste that begins in it: without readline its lines come one by one."""
-        while _BEGIN in line and _END not in line.rpartition(_BEGIN)[2]:
-            line = f"{line}\n{self._line('')}"
-        return line.replace(_BEGIN, "").replace(_END, "")
-
-    def _line(self, prompt: str) -> str:
-        return input(prompt if self._shown else "")
-
-
-def _readline() -> ModuleType | None:
-    """The module readline; None if the system lacks it, as Windows does."""
-    with suppress(ImportError):
-        return importlib.import_module("readline")
-    return None

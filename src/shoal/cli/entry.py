@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import sys
-from collections.abc import Sequence
+import textwrap
+from argparse import SUPPRESS
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 
 from shoal.cli.options import config
@@ -21,19 +24,23 @@ from shoal.methods import plugins
 
 ABOUT = """Run open language models on the machine you have: faster than other software on the same files, without a
 changed word. D3 and other ways to trade answers for time come with what they lose, measured."""
-COMMANDS = {
+USUAL = {
     "generate": "continue a prompt, streaming the text",
+    "run": "chat with a model by its name, as Ollama's command",
     "chat": "chat with a model in the terminal",
-    "run": "the same for a model by its name, as Ollama's command",
-    "methods": "list the methods, what they need and what they promise",
-    "batch": "answer a file of prompts, resumable",
     "serve": "answer requests over HTTP, as OpenAI's API does",
-    "recommend": "say which method to use for a model, from what was measured of it",
-    "models": "list the models on this machine, those with short names, and what fits",
     "pull": "fetch a model from the Hub by its name",
+    "models": "list the models on this machine, those with short names, and what fits",
     "rm": "remove a model from the Hub's cache",
-    "completion": "print a script that completes commands and options in a shell",
+    "batch": "answer a file of prompts, resumable",
+    "recommend": "say which method to use for a model, from what was measured of it",
+}
+"""The commands that `shoal --help` shows."""
+COMMANDS = {
+    **USUAL,
+    "methods": "list the methods, what they need and what they promise",
     "env": "print versions and hardware for a bug report",
+    "completion": "print a script that completes commands and options in a shell",
 }
 GROUP = "shoal.commands"
 LAB = ("bench", "bench-drafts", "bench-serve", "calibrate", "correctness", "eval", "plan", "prune", "train")
@@ -81,11 +88,23 @@ def _plugins() -> dict[str, str]:
 
 def _lab_help() -> int:
     """`shoal lab`: the commands of other packages, one line each."""
-    texts = {name: (import_module(module).__doc__ or "").strip() for name, module in sorted(_plugins().items())}
-    lines = [f"  {name:<12} {text.partition(chr(10))[0]}" for name, text in texts.items()]
+    found = _of_lab()
     absent = f"shoal lab: its commands, {', '.join(LAB)}, come with shoal-lab: {LAB_INSTALL}"
-    print("\n".join(["shoal lab COMMAND, or shoal COMMAND:", "", *lines]) if lines else absent)
-    return 0 if lines else BAD_INPUT
+    print("\n".join(["shoal lab COMMAND, or shoal COMMAND:", "", *_listed(found)]) if found else absent)
+    return 0 if found else BAD_INPUT
+
+
+def _of_lab() -> dict[str, str]:
+    """Commands of other packages, and what each does."""
+    texts = {name: (import_module(module).__doc__ or "").strip() for name, module in sorted(_plugins().items())}
+    return {name: text.partition("\n")[0] for name, text in texts.items()}
+
+
+def _listed(commands: Mapping[str, str]) -> list[str]:
+    """A line for each command, wrapped by words at the terminal's width."""
+    width = shutil.get_terminal_size().columns - 2
+    return [textwrap.fill(text, width, initial_indent=f"  {name:<13}", subsequent_indent=" " * 15)
+            for name, text in commands.items()]
 
 
 def _as_typed(message: str, argv: Sequence[str]) -> str:
@@ -101,6 +120,8 @@ def _call(name: str, argv: list[str]) -> int:
     parser = Parser(prog=f"shoal {name}", description=command.__doc__, epilog=command.EXAMPLES)
     command.add_arguments(parser)
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    if not parser.usual:
+        parser.add_argument("--help-all", action="help", help=SUPPRESS)
     argv = [*config.arguments(name, {*known(), *LAB}, parser.options, argv), *argv]
     args = parse(parser, argv)
     args.argv = ["shoal", name, *argv]
@@ -112,7 +133,9 @@ def _top(argv: list[str]) -> int:
         if argv[0] in LAB and not _plugins():
             raise ValueError(f"{argv[0]} is a command of shoal-lab, which is not installed: {LAB_INSTALL}")
         raise unknown("command", argv[0], known())
-    parser = Parser(prog="shoal", description=_overview(), epilog="shoal COMMAND --help shows a command's options.")
+    parser = Parser(prog="shoal", description=_overview("--help-all" in argv),
+                    epilog="shoal COMMAND --help shows a command's usual options, --help-all all of them.")
+    parser.add_argument("--help-all", action="help", help="show every command")
     parser.add_argument("--version", action="store_true", help="print the version")
     parser.add_argument("command", nargs="?", metavar="COMMAND", help="one of the commands above")
     if parser.parse_all(argv).version:
@@ -124,10 +147,13 @@ def _top(argv: list[str]) -> int:
     return BAD_INPUT
 
 
-def _overview() -> str:
-    lines = [f"  {name:<12} {text}" for name, text in COMMANDS.items()]
-    lab = ", ".join(sorted(_plugins())) or f"none here ({LAB_INSTALL})"
-    return "\n".join([ABOUT, "", "commands:", *lines, "", f"shoal lab, to measure and train: {lab}"])
+def _overview(whole: bool) -> str:
+    """The commands: the usual ones, or all, with those of other packages."""
+    if not whole:
+        more = f"shoal --help-all shows {len(COMMANDS) - len(USUAL)} more, and those to measure and train (shoal lab)."
+        return "\n".join([ABOUT, "", "commands:", *_listed(USUAL), "", more])
+    lab = _listed(_of_lab()) or [f"  none here: {LAB_INSTALL}"]
+    return "\n".join([ABOUT, "", "commands:", *_listed(COMMANDS), "", "to measure and train (shoal lab):", *lab])
 
 
 def _never_fail_to_print() -> None:

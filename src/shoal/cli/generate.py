@@ -48,6 +48,8 @@ def add_arguments(parser: Parser) -> None:
     add_color(parser)
     parser.add_argument("--quiet", action="store_true", help="no line of figures on stderr")
     common.add_json(parser)
+    parser.show_usual("--model", "--method", "--max-new-tokens", "--temperature", "--seed", "--stop", "--json-schema",
+                      "--file", "--raw", "--quiet", "--json")
 
 
 def run(args: argparse.Namespace) -> int:

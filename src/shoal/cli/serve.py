@@ -1,4 +1,4 @@
-"""Serve a model over HTTP with OpenAI's API. Needs the extra `serve`; on Ctrl-C it finishes running requests and stops.
+"""Serve models over HTTP with OpenAI's API. Needs the extra `serve`; on Ctrl-C it finishes running requests and stops.
 
 Without --api-key, or SHOAL_API_KEY in the environment, requests need no key.
 """
@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli.options import bring, common
+from shoal.cli.options import bring, common, serving
 from shoal.cli.options.parser import Parser
 from shoal.errors import needs
 
@@ -27,22 +27,27 @@ EXAMPLES = """examples:
   shoal serve --method d3 --admission waves --patience 2 --methods full,d3
   shoal serve --model path/to/model --replicas 4
   shoal serve --model path/to/model --memory 2GiB
+  shoal serve --model qwen3:4b --model gemma3:4b --memory 8GiB --keep-alive 10m
+  shoal serve --models path/to/models --alias fast=path/to/models/small.gguf
 """
 _SETTINGS = ("method", "default_max_tokens", "max_tokens", "max_n", "max_body", "grace", "log_prompts", "strict",
-             "keep_alive", "stall", "members_folder")
+             "stall", "members_folder")
 """Options that are settings of the same name and value."""
 
 
 def add_arguments(parser: Parser) -> None:
     """Declare the options."""
     common.add_method(parser, default="auto")
-    common.add_model(parser)
+    common.add_model(parser, several=True)
+    serving.add_models(parser)
     parser.add_argument("--memory", metavar="SIZE", help="most that the process may take, such as 2GiB; a request that "
                         "would not fit waits, one that never can is refused")
     _add_address(parser)
     scheduling = common.add_scheduling(parser)
     scheduling.add_argument("--max-waiting", metavar="N", type=int, default=256, help="most waiting requests; then 429")
     _add_limits(parser)
+    parser.show_usual("--model", "--method", "--memory", "--host", "--port", "--api-key", "--served-model-name",
+                      "--max-seqs", "--max-tokens", "--cors-origin")
 
 
 def _add_address(parser: Parser) -> None:
@@ -61,8 +66,8 @@ def _add_address(parser: Parser) -> None:
     group.add_argument("--allowed-host", metavar="H", action="append", default=[], help="host name that requests may "
                        "use, such as that of a proxy or container, * for any; repeatable. On a loopback address, by "
                        "default only names of this machine")
-    group.add_argument("--keep-alive", metavar="S", type=float, default=75.0, help="seconds that an idle connection "
-                       "stays open")
+    group.add_argument("--connection-keep-alive", metavar="S", type=float, default=75.0, help="seconds that an idle "
+                       "connection stays open")
     group.add_argument("--members-folder", metavar="F", default="", help="folder of Python code whose modules "
                        "guided_members knows, in addition to installed ones (needs shoal-lab)")
     group.add_argument("--no-playground", action="store_true", help="serve no page at /")
@@ -99,9 +104,16 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--replicas is {args.replicas}; it must be at least 1")
     settings = _settings(args)
     common.memory_limit(args)  # report a bad size before a missing package
+    serving.check_numbers(args)
+    several = serving.check(args) if serving.asks_for_several(args) else []
     with needs("serve", "shoal serve"):
         from shoal.serve.run import bind
         from shoal.serve.run import run as serve
+    if several:
+        with bind(args.host, args.port) as listener:
+            serving.serve(args, settings, several, listener)
+        return 0
+    args.model = next(iter(args.model or ()), None)
     if args.replicas > 1:
         return _replicas(args, settings)
     with bind(args.host, args.port) as listener:
@@ -122,10 +134,7 @@ def _replicas(args: argparse.Namespace, settings: Settings) -> int:
 def _parts(args: argparse.Namespace, settings: Settings) -> tuple[Scheduler, Settings]:
     """The scheduler of a server, with a newly loaded model, and the settings with the model's name."""
     engine = common.load_engine(args, chats=True)
-    branches = engine.recipe(args.method, args.default_max_tokens).branches(greedy=False)  # refuses what cannot run
-    for option, most in (("--max-seqs", args.max_seqs), ("--max-n", settings.max_n)):
-        if branches > max(most, 1):
-            raise ValueError(f"{option} is {most}; {args.method.name} needs {branches}: one for each branch")
+    serving.check_branches(args, engine, args.method)
     name = args.served_model_name or Path(engine.model_name).name or settings.model_name
     return common.make_scheduler(args, engine, max_waiting=args.max_waiting), replace(settings, model_name=name)
 
@@ -147,6 +156,8 @@ def _settings(args: argparse.Namespace) -> Settings:
     check_limits(limits)
     environment = [key] if (key := os.environ.get("SHOAL_API_KEY")) else []
     same = {name: getattr(args, name) for name in _SETTINGS}
-    return Settings(**same, methods=None if named is None else frozenset(named), api_keys=(*args.api_key, *environment),
-                    timeout=args.timeout or None, playground=not args.no_playground,
-                    cors_origins=tuple(args.cors_origin), limits=limits, hosts=hosts_of(args.host, args.allowed_host))
+    return Settings(**same, keep_alive=args.connection_keep_alive,
+                    methods=None if named is None else frozenset(named),
+                    api_keys=(*args.api_key, *environment), timeout=args.timeout or None,
+                    playground=not args.no_playground, cors_origins=tuple(args.cors_origin), limits=limits,
+                    hosts=hosts_of(args.host, args.allowed_host))

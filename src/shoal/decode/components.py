@@ -48,7 +48,10 @@ class Components:
         return min([drafter.rests() for drafter, _ in drafters])
 
     def watch(self, seqs: Sequence[RunningSequence], chunks: Sequence[SequenceChunk]) -> tuple[HiddenStateHook, ...]:
-        """Hooks that show the hidden states of the next forward to the workers that want them."""
+        """Hooks that show the hidden states of the next forward to the workers that want them.
+
+        What one of them does meanwhile is passed on where all sequences of the forward have its worker.
+        """
         hooks: list[tuple[HiddenStateHook, list[int] | None]] = []
         for worker, group in [pair for some in _apart(seqs) for pair in self._all_at_work(some)]:
             places = None if len(group) == len(seqs) else _places(seqs, group)
@@ -62,7 +65,9 @@ class Components:
             for hook, places in hooks:
                 hook(layer, hidden if places is None else hidden[places])
 
-        return (OfLayers({layer for hook, _ in hooks for layer in seen_by(hook, self._runner.num_layers)}, show),)
+        layers = {layer for hook, _ in hooks for layer in seen_by(hook, self._runner.num_layers)}
+        whole = (hook for hook, places in hooks if places is None and isinstance(hook, OfLayers))
+        return (OfLayers(layers, show, next((hook.meanwhile for hook in whole if hook.meanwhile), None)),)
 
     def with_hooks(self, seqs: Sequence[RunningSequence], chunks: Sequence[SequenceChunk]) -> Sequence[SequenceChunk]:
         """The chunks of the next forward, with their query hooks."""

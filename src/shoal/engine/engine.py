@@ -33,6 +33,7 @@ from shoal.engine.memory.footprint import weight_bytes
 from shoal.engine.memory.memory_limit import MemoryLimit
 from shoal.engine.request import Options, Prompt, Request, is_batch, prompt_ids
 from shoal.engine.scheduling.stream import Stream
+from shoal.engine.scheduling.turns import FairTurns
 from shoal.engine.session import Session
 from shoal.errors import OutOfMemory, stays_here
 from shoal.methods import make
@@ -80,6 +81,7 @@ class Engine:
         sampling: what the model's makers recommend for `Sampling`, where they say so. Commands and servers draw by it;
             see `shoal.engine.loading.generation_config`.
         sampling_from: where that stands: "files", the address that the table of short names gives, or "" for nowhere.
+        unpacked: why transformers' modules run, where Shoal's packed layers were wanted and do not fit; "" otherwise.
     """
 
     def __init__(
@@ -99,8 +101,8 @@ class Engine:
         self.limit: MemoryLimit | None = None
         self._generation_processors = partial(processors, generation_rules or {}, device=runner.device)
         self.sampling: Mapping[str, float] = {}
-        self.sampling_from = ""
-        self._turn = threading.RLock()
+        self.sampling_from = self.unpacked = ""
+        self._turn: AbstractContextManager[bool] = threading.RLock()
         self._draft_models = None if open_model is None else DraftModels(self, open_model)
         self._tensors = TrainedTensors(runner.device)
         self._memory: dict[Any, Any] = {}
@@ -117,9 +119,10 @@ class Engine:
             scores=self.card.layer_scores, order=self.card.order, bears=self.card.bears, skips=self.card.skips,
             can_split=self.runner.can_split, windows=self.runner.windows, kv_sizes=self.runner.kv_sizes,
             sources=self.runner.sources, by_distance=self.runner.by_distance,
-            shows_queries=self.runner.shows_queries, tokenizer=self.tokenizer, draft_engine=self._draft_models,
-            tensors=self._tensors, fingerprint=lambda: self.fingerprint, memory=self._memory, changes=self.changes,
-            masked=self.masked, free=self.ranks.size == 1, mtp=self._beside, drafter=self._drafter,
+            shows_queries=self.runner.shows_queries, keeps_threads=self.runner.keeps_threads, tokenizer=self.tokenizer,
+            draft_engine=self._draft_models, tensors=self._tensors, fingerprint=lambda: self.fingerprint,
+            memory=self._memory, changes=self.changes, masked=self.masked, free=self.ranks.size == 1,
+            mtp=self._beside, drafter=self._drafter,
         )
 
     def _beside(self) -> MtpHead | None:
@@ -322,3 +325,7 @@ class Engine:
     def turn(self) -> AbstractContextManager[bool]:
         """The lock that a forward holds; a logits processor may use the engine itself."""
         return self._turn
+
+    def share_turns(self, turns: FairTurns) -> None:
+        """Run no forward while another engine that shares these turns does; to be called before the first one."""
+        self._turn = turns.of(self._turn)

@@ -7,12 +7,14 @@ the first position that skipped anything, so a turn always starts from what a fr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from typing_extensions import Unpack, override
 
 from shoal.decode.prefixes import common
 from shoal.decode.running_sequence import RunningSequence
 from shoal.engine.loaded import LoadedModel
+from shoal.engine.messages import Message
 from shoal.engine.request import Options, Request, chat_ids, prompt_ids
 from shoal.engine.scheduling.stream import Stream
 from shoal.errors import Unsupported
@@ -21,7 +23,12 @@ from shoal.types import Result, Step
 
 
 class Session:
-    """A chat, made by `Engine.session`; `messages` is the conversation so far, as chat templates take it."""
+    """A chat, made by `Engine.session`.
+
+    Attributes:
+        messages: the conversation so far, as chat templates take it.
+        tools: functions that the template offers to the model, in OpenAI's form. What an answer calls is text here.
+    """
 
     def __init__(self, engine: LoadedModel, *, system: str | None = None, **options: Unpack[Options]) -> None:
         if not getattr(engine.tokenizer, "chat_template", None):
@@ -29,7 +36,8 @@ class Session:
                               "Use engine.generate with a prompt of your own, or set tokenizer.chat_template")
         self._engine, self._options = engine, dict(options)
         Request.from_options(self._options)
-        self.messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
+        self.messages: list[Message] = [{"role": "system", "content": system}] if system else []
+        self.tools: list[Message] = []
         self._cache = engine.runner.new_cache(1)
         self._cached: list[int] = []
         self._last: Turn | None = None
@@ -41,8 +49,8 @@ class Session:
             pass
         return turn.result
 
-    def stream(self, message: str, **options: Unpack[Options]) -> Turn:
-        """The answer step by step.
+    def stream(self, message: str | Sequence[Message], **options: Unpack[Options]) -> Turn:
+        """The answer step by step to a text, or to messages, such as the results of tools.
 
         A turn that is left early keeps what it has said once it is closed, at the latest by the next turn. One that
         fails, or has said nothing, leaves no trace.
@@ -50,16 +58,17 @@ class Session:
         request = Request.from_options({**self._options, **options})
         if self._last is not None:
             self._last.close()
-        messages = [*self.messages, {"role": "user", "content": message}]
+        said = [{"role": "user", "content": message}] if isinstance(message, str) else message
+        messages, offered = [*self.messages, *said], dict[str, Any](tools=self.tools) if self.tools else {}
         tokenizer, runner = self._engine.tokenizer, self._engine.runner
-        ids = prompt_ids(chat_ids(messages, tokenizer), tokenizer, runner.vocab_size, runner.max_positions)
+        ids = prompt_ids(chat_ids(messages, tokenizer, **offered), tokenizer, runner.vocab_size, runner.max_positions)
         seqs = self._engine.seqs([ids], request)
         # The cache keeps what the ids begin with, less what is shallow. The last token is always run.
         del self._cached[self._cache.truncate(0, min(common(self._cached, ids), len(ids) - 1)) :]
         self._last = Turn(self, messages, self._engine, seqs, self._cache)
         return self._last
 
-    def keep(self, messages: list[dict[str, str]], answer: str, tokens: Sequence[int]) -> None:
+    def keep(self, messages: list[Message], answer: str, tokens: Sequence[int]) -> None:
         """Take over a turn: the conversation, and the tokens that the cache now holds."""
         self.messages = [*messages, {"role": "assistant", "content": answer}]
         self._cached = list(tokens[: self._cache.positions[0]])
@@ -69,7 +78,7 @@ class Turn(Stream):
     """One answer of a session, step by step."""
 
     def __init__(
-        self, session: Session, messages: list[dict[str, str]], engine: LoadedModel, seqs: list[RunningSequence],
+        self, session: Session, messages: list[Message], engine: LoadedModel, seqs: list[RunningSequence],
         cache: KVCache,
     ) -> None:
         super().__init__(engine, seqs, cache, release=False)

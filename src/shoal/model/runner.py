@@ -272,6 +272,7 @@ class ModelRunner(Protocol):
         score_cap: c of the soft cap c * tanh(x / c) that follows, or None.
         activation_dtype: what inputs of matrix products are rounded to: int8 if kernels multiply integers, or `dtype`.
         routes: whether routers, on inputs that this runner rounds in its own way, choose experts.
+        keeps_threads: why no thread of a forward leaves it for its hook's `Meanwhile`; empty where one may.
     """
 
     num_layers: int
@@ -294,6 +295,7 @@ class ModelRunner(Protocol):
     score_scale: float
     score_cap: float | None
     routes: bool = False
+    keeps_threads: str = "it is not on the kernels, whose threads alone can part"
 
     def new_cache(self, seqs: int, reserve: Sequence[int] | None = None) -> KVCache:
         """An empty cache for `seqs` sequences; `reserve` as for `KVCache`."""
@@ -373,12 +375,31 @@ class ModelRunner(Protocol):
         """`exit_logits` for the tokens `ids` alone: [N, D] to [N, len(ids)]; copies the rows, raises as `head_rows`."""
 
 
+@dataclass(slots=True)
+class Meanwhile:
+    """What a thread that a forward can spare does while the others go on; the forward ends when both have.
+
+    It may run other models and this one's head, on one thread, but no forward of this model. What it raises ends the
+    forward. Executors that do not part, and forwards without a thread to spare, leave it undone.
+
+    Attributes:
+        layer: one of the hook's layers; the work begins when the states that enter it are known.
+        work: called with these states, as the hook is when the forward has ended.
+        others: seconds that the forward itself went on for, known when it has ended; 0 if the work was not done.
+    """
+
+    layer: int
+    work: Callable[[Tensor], None]
+    others: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class OfLayers:
-    """A hook that needs the states of the layers `of` alone."""
+    """A hook that needs the states of the layers `of` alone, and may have work for a thread that can be spared."""
 
     of: Collection[int]
     hook: HiddenStateHook
+    meanwhile: Meanwhile | None = None
 
     def __call__(self, layer: int, hidden: Tensor) -> None:
         """Call the hook."""

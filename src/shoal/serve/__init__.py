@@ -1,1 +1,4 @@
-"""An OpenAI-compatible server for one engine. Needs the extra `serve`; only `shoal serve` imports it."""
+"""A server of one model or several, as OpenAI, Anthropic and Ollama have it.
+
+Needs the extra `serve`; only `shoal serve` imports it.
+"""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
 from datetime import datetime, timezone
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
@@ -23,7 +24,7 @@ from shoal.serve.handler import RequestHandler
 from shoal.serve.metrics import Metrics
 from shoal.serve.middleware import LOCAL, Gate
 from shoal.serve.ollama import OllamaRoutes
-from shoal.serve.playground import Playground
+from shoal.serve.playground import Playground, page_file, page_files
 from shoal.serve.protocol.bodies import ChatBody, CompletionBody, PlanBody, read, validated
 from shoal.serve.protocol.fields import IGNORED
 from shoal.serve.protocol.infill import InfillBody
@@ -35,6 +36,8 @@ from shoal.serve.protocol.vectors import EmbedBody, EmbeddingBody, RerankBody
 from shoal.serve.settings import Settings
 from shoal.serve.vectors import VectorRoutes
 
+PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+T = TypeVar("T")
 LAST_TURN = 1.0
 """Seconds that the current decoding step has to end when the grace is over."""
 
@@ -50,6 +53,23 @@ def create_app(scheduler: Scheduler, settings: Settings, metrics: Metrics | None
         if not scheduler.worker.ended:
             LOG.error("a step of decoding does not end; the server ends without it:\n%s", scheduler.worker.stack())
 
+    app = base_app(settings, lifespan)
+    if metrics is None:
+        metrics = Metrics(settings.model_name, scheduler, scheduler.engine.runner.num_layers)
+    routes = model_routes(scheduler, settings, metrics)
+    for path, answer in routes.posts.items():
+        add_post(app, path, answer)
+    for path, look in routes.reads.items():
+        app.get(path)(look)
+    _add_models(app, scheduler, settings)
+    _add_state(app, scheduler, metrics, settings)
+    if settings.playground:
+        add_page(app)
+    return app
+
+
+def base_app(settings: Settings, lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]) -> FastAPI:
+    """An application that checks requests and writes errors, whatever its routes, which `/docs` shows."""
     app = FastAPI(title="Shoal", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
     app.add_middleware(Gate, settings=settings)
     app.add_middleware(  # outside the gate, as a browser's preflight request carries no key
@@ -58,34 +78,92 @@ def create_app(scheduler: Scheduler, settings: Settings, metrics: Metrics | None
     )
     for kind in (ApiError, HTTPException, RecursionError, Exception):
         app.add_exception_handler(kind, _error)
-    if metrics is None:
-        metrics = Metrics(settings.model_name, scheduler, scheduler.engine.runner.num_layers)
-    handler = RequestHandler(scheduler, settings, metrics)
-    app.post("/v1/chat/completions", openapi_extra=_body(ChatBody))(handler.chat)
-    app.post("/v1/completions", openapi_extra=_body(CompletionBody))(handler.complete)
-    app.post("/infill", openapi_extra=_body(InfillBody))(handler.fill)
-    app.post("/v1/responses", openapi_extra=_body(ResponseBody))(handler.respond)
-    app.post("/v1/messages", openapi_extra=_body(MessageBody))(handler.message)
-    app.post("/v1/messages/count_tokens", openapi_extra=_body(MessageBody))(handler.count)
-    _add_models(app, scheduler, settings)
-    _add_ollamas(app, OllamaRoutes(handler, scheduler.engine, settings))
-    _add_vectors(app, VectorRoutes(scheduler.engine, settings))
-    _add_state(app, scheduler, metrics, settings)
-    routes = TokenRoutes(scheduler, settings)
-    app.post("/tokenize", openapi_extra=_body(TokenizeBody))(routes.tokenize)
-    app.post("/detokenize", openapi_extra=_body(DetokenizeBody))(routes.detokenize)
-    app.get("/props")(routes.props)
     app.get("/docs", include_in_schema=False)(lambda: reference.page(app.openapi()))
-    if settings.playground:
-        _add_playground(app, Playground(scheduler.engine, settings))
+
+    @app.get("/version")
+    @app.get("/api/version")
+    async def version() -> dict[str, str]:
+        """The package's version."""
+        return {"version": __version__}
+
     return app
 
 
-def _add_models(app: FastAPI, scheduler: Scheduler, settings: Settings) -> None:
-    made, name, most = int(time.time()), settings.model_name, scheduler.engine.runner.max_positions
-    card = {"id": name, "object": "model", "created": made, "owned_by": "shoal", "max_model_len": most,
+BODIES: dict[str, type[BaseModel] | None] = {
+    "/v1/chat/completions": ChatBody, "/v1/completions": CompletionBody, "/infill": InfillBody,
+    "/v1/responses": ResponseBody, "/v1/messages": MessageBody, "/v1/messages/count_tokens": MessageBody,
+    "/api/chat": OllamaBody, "/api/generate": OllamaBody, "/api/show": None,
+    "/v1/embeddings": EmbeddingBody, "/api/embed": EmbedBody, "/api/embeddings": EmbedBody,
+    "/v1/rerank": RerankBody, "/rerank": RerankBody, "/tokenize": TokenizeBody, "/detokenize": DetokenizeBody,
+    "/playground/plan": PlanBody,
+}
+"""The routes that one model answers, and what they are sent."""
+
+
+def add_post(app: FastAPI, path: str, answer: Callable[..., Any]) -> None:
+    """Add one of these routes."""
+    kind = BODIES[path]
+    app.post(path, openapi_extra=None if kind is None else _body(kind))(answer)
+
+
+@dataclass(frozen=True)
+class ModelRoutes:
+    """What one model answers, by paths: those of `BODIES`, and those that are sent nothing."""
+
+    posts: Mapping[str, Callable[[Request], Any]]
+    reads: Mapping[str, Callable[[], Any]]
+
+    async def answer(self, request: Request) -> Response:
+        """The response to a request on one of the paths."""
+        path = request.url.path
+        if path in self.reads:
+            found = await asyncio.to_thread(self.reads[path])
+        elif asyncio.iscoroutine(found := self.posts[path](request)):
+            found = await found
+        return found if isinstance(found, Response) else JSONResponse(found)
+
+
+def model_routes(scheduler: Scheduler, settings: Settings, metrics: Metrics) -> ModelRoutes:
+    """What a model answers; without the page's routes where there is no page."""
+    handler, engine = RequestHandler(scheduler, settings, metrics), scheduler.engine
+    ollama, vectors = OllamaRoutes(handler, engine, settings), VectorRoutes(engine, settings)
+    tokens, page = TokenRoutes(scheduler, settings), Playground(engine, settings)
+
+    async def plan(request: Request) -> dict[str, Any]:
+        """The layers that a method would run."""
+        return await asyncio.to_thread(page.plan, validated(read(await request.body()), PlanBody))
+
+    def model() -> dict[str, Any]:
+        """The model and its methods."""
+        return page.model
+
+    posts = {
+        "/v1/chat/completions": handler.chat, "/v1/completions": handler.complete, "/infill": handler.fill,
+        "/v1/responses": handler.respond, "/v1/messages": handler.message, "/v1/messages/count_tokens": handler.count,
+        "/api/chat": ollama.chat, "/api/generate": ollama.generate, "/api/show": ollama.show,
+        "/v1/embeddings": vectors.embed, "/api/embed": vectors.embed_as_ollama,
+        "/api/embeddings": vectors.embed_as_ollama, "/v1/rerank": vectors.rerank, "/rerank": vectors.rerank,
+        "/tokenize": tokens.tokenize, "/detokenize": tokens.detokenize, "/playground/plan": plan,
+    }
+    reads = {"/props": tokens.props, "/playground/model": model, "/api/tags": ollama.tags, "/api/ps": ollama.running}
+    return ModelRoutes(shown(posts, settings), shown(reads, settings))
+
+
+def shown(routes: Mapping[str, T], settings: Settings) -> dict[str, T]:
+    """The routes that a server has by its settings."""
+    return {path: one for path, one in routes.items() if settings.playground or not path.startswith("/playground/")}
+
+
+def model_card(name: str, made: int, most: int | None, max_tokens: int) -> dict[str, Any]:
+    """A model in the forms of OpenAI and Anthropic; `made` are seconds, `most` positions that it reads at most."""
+    return {"id": name, "object": "model", "created": made, "owned_by": "shoal", "max_model_len": most,
             "type": "model", "display_name": name, "lifecycle": "active", "max_input_tokens": most,
-            "created_at": datetime.fromtimestamp(made, timezone.utc).isoformat(), "max_tokens": settings.max_tokens}
+            "created_at": datetime.fromtimestamp(made, timezone.utc).isoformat(), "max_tokens": max_tokens}
+
+
+def _add_models(app: FastAPI, scheduler: Scheduler, settings: Settings) -> None:
+    name = settings.model_name
+    card = model_card(name, int(time.time()), scheduler.engine.runner.max_positions, settings.max_tokens)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -98,23 +176,6 @@ def _add_models(app: FastAPI, scheduler: Scheduler, settings: Settings) -> None:
         if name != settings.model_name:
             raise no_model(name, settings.model_name)
         return card
-
-
-def _add_ollamas(app: FastAPI, routes: OllamaRoutes) -> None:
-    app.post("/api/chat", openapi_extra=_body(OllamaBody))(routes.chat)
-    app.post("/api/generate", openapi_extra=_body(OllamaBody))(routes.generate)
-    app.post("/api/show")(routes.show)
-    app.get("/api/tags")(routes.tags)
-    app.get("/api/ps")(routes.running)
-    app.get("/api/version")(routes.version)
-
-
-def _add_vectors(app: FastAPI, routes: VectorRoutes) -> None:
-    app.post("/v1/embeddings", openapi_extra=_body(EmbeddingBody))(routes.embed)
-    for path in ("/api/embed", "/api/embeddings"):
-        app.post(path, openapi_extra=_body(EmbedBody))(routes.embed_as_ollama)
-    for path in ("/v1/rerank", "/rerank"):
-        app.post(path, openapi_extra=_body(RerankBody))(routes.rerank)
 
 
 def ailment(scheduler: Scheduler, settings: Settings) -> str | None:
@@ -135,32 +196,20 @@ def _add_state(app: FastAPI, scheduler: Scheduler, metrics: Metrics, settings: S
     @app.get("/metrics")
     async def numbers() -> Response:
         """Counters and histograms for Prometheus."""
-        return Response(await asyncio.to_thread(metrics.text), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    @app.get("/version")
-    async def version() -> dict[str, str]:
-        """The package's version."""
-        return {"version": __version__}
+        return Response(await asyncio.to_thread(metrics.text), media_type=PROMETHEUS)
 
 
-def _add_playground(app: FastAPI, playground: Playground) -> None:
+def add_page(app: FastAPI) -> None:
+    """Add the page's files."""
+    found = page_files()
+
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
-        return playground.file("index.html")
+        return page_file(found, "index.html")
 
     @app.get("/page/{name}", include_in_schema=False)
     async def part(name: str) -> Response:
-        return playground.file(name)
-
-    @app.get("/playground/model")
-    def model() -> dict[str, Any]:
-        """The model and its methods."""
-        return playground.model
-
-    @app.post("/playground/plan", openapi_extra=_body(PlanBody))
-    async def plan(request: Request) -> dict[str, Any]:
-        """The layers that a method would run."""
-        return await asyncio.to_thread(playground.plan, validated(read(await request.body()), PlanBody))
+        return page_file(found, name)
 
 
 def _body(kind: type[BaseModel]) -> dict[str, Any]:

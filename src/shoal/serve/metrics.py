@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter as Tally
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, ProcessCollector, generate_latest
+from typing_extensions import override
 
 from shoal.decode.running_sequence import RunningSequence
 from shoal.engine.scheduling.request_handle import ScheduledSequence
@@ -38,12 +40,18 @@ _REASONS = {"cancelled": "abort"}
 
 
 class Metrics:
-    """The metrics of one server, labelled with the model's name; every sequence counts as a request."""
+    """The metrics of one model, labelled with its name; every sequence counts as a request.
 
-    def __init__(self, model_name: str, scheduler: Scheduler, num_layers: int) -> None:
+    Args:
+        process: whether to tell of the process, too.
+    """
+
+    def __init__(self, model_name: str, scheduler: Scheduler, num_layers: int, *, process: bool = True) -> None:
         self.registry = CollectorRegistry()
-        ProcessCollector(registry=self.registry)
-        self._label, self._scheduler, self._layers = model_name, scheduler, num_layers
+        if process:
+            ProcessCollector(registry=self.registry)
+        self._label, self._layers = model_name, num_layers
+        self.watch(scheduler)
         self._recurrent = bool(scheduler.engine.runner.state_bytes)
         self._counters = {name: self._counter(name, text) for name, text in _COUNTERS.items()}
         self._times = {name: self._histogram(name, text, _SECONDS) for name, text in _TIMES.items()}
@@ -54,17 +62,23 @@ class Metrics:
         self._success = self._counter("request_success", "Rows that ended, by reason.", "finished_reason")
         self._missed = self._counter("prefix_cache_misses", "Prompt tokens looked up and read, by reason.", "reason")
         self._kept = self._counter("spec_decode_num_accepted_tokens_per_pos", "Accepted, by position.", "position")
-        self._gauge("num_requests_running", "Running sequences.", lambda: scheduler.running)
-        self._gauge("num_requests_waiting", "Rows in the queue.", lambda: scheduler.waiting)
-        self._gauge("kv_cache_usage_perc", "Share of the KV memory in use, 0 to 1.", lambda: scheduler.kv_use)
-        self._gauge("prefix_cache_bytes", "Bytes kept of prompts and answers.", lambda: scheduler.prefixes.bytes)
+        self._gauge("num_requests_running", "Running sequences.", lambda one: one.running)
+        self._gauge("num_requests_waiting", "Rows in the queue.", lambda one: one.waiting)
+        self._gauge("kv_cache_usage_perc", "Share of the KV memory in use, 0 to 1.", lambda one: one.kv_use)
+        self._gauge("prefix_cache_bytes", "Bytes kept of prompts and answers.", lambda one: one.prefixes.bytes)
+
+    def watch(self, scheduler: Scheduler | None) -> None:
+        """Tell of that scheduler from now on; None while the model is not in memory."""
+        self._scheduler = scheduler
+        if scheduler is not None:
+            self._keeps = scheduler.prefixes.limit > 0
 
     def finished(self, entry: ScheduledSequence, result: Result) -> None:
         """Count a sequence that has ended."""
         stats, executed = result.stats, result.stats.layer_tokens
         counts = {
             "prompt_tokens": stats.prompt_tokens,
-            "prefix_cache_queries": stats.prompt_tokens if self._scheduler.prefixes.limit else 0,
+            "prefix_cache_queries": stats.prompt_tokens if self._keeps else 0,
             "prefix_cache_hits": entry.seq.cached,
             "generation_tokens": stats.new_tokens,
             "spec_decode_num_drafts": entry.seq.ledger.drafted_at[1],
@@ -93,7 +107,7 @@ class Metrics:
         without the states of recurrent layers that far. "window": a sliding window has moved on. "method": they ran,
         or are stored, otherwise than the model itself does it.
         """
-        looked_up = seq.prompt_length if self._scheduler.prefixes.limit else 0
+        looked_up = seq.prompt_length if self._keeps else 0
         if not looked_up or seq.recipe.alters_kv:
             return {"method": looked_up}
         return {"new": looked_up - seq.known, "no_state" if self._recurrent else "window": seq.known - seq.cached}
@@ -122,8 +136,34 @@ class Metrics:
     def _histogram(self, name: str, text: str, buckets: Any) -> Histogram:
         return Histogram(f"shoal:{name}", text, ["model_name"], buckets=[*buckets], registry=self.registry)
 
-    def _gauge(self, name: str, text: str, read: Any) -> None:
-        Gauge(f"shoal:{name}", text, ["model_name"], registry=self.registry).labels(self._label).set_function(read)
+    def _gauge(self, name: str, text: str, read: Callable[[Scheduler], float]) -> None:
+        def now() -> float:
+            return 0 if self._scheduler is None else read(self._scheduler)
+
+        Gauge(f"shoal:{name}", text, ["model_name"], registry=self.registry).labels(self._label).set_function(now)
+
+
+class Together(CollectorRegistry):
+    """The metrics of several registries as one.
+
+    Args:
+        families: those of each, by its name.
+        label: the label that tells the name of a sample's registry; empty for none, where other labels tell them apart.
+    """
+
+    def __init__(self, families: Mapping[str, Iterable[Metric]], label: str = "") -> None:
+        super().__init__()
+        self._families, self._label = families, label
+
+    @override
+    def collect(self) -> Iterable[Metric]:
+        whole: dict[str, Metric] = {}
+        for name, families in sorted(self._families.items()):
+            added = {self._label: name} if self._label else {}
+            for one in families:
+                family = whole.setdefault(one.name, Metric(one.name, one.documentation, one.type))
+                family.samples += [sample._replace(labels={**sample.labels, **added}) for sample in one.samples]
+        return whole.values()
 
 
 def report(entries: list[ScheduledSequence], results: list[Result]) -> dict[str, Any]:

@@ -126,7 +126,7 @@ class Gate:
         return bounded
 
 
-_KEYED = ("/v1/", "/api/", "/playground/", "/rerank", "/infill", "/tokenize", "/detokenize", "/props")
+_KEYED = ("/v1/", "/api/", "/models", "/playground/", "/rerank", "/infill", "/tokenize", "/detokenize", "/props")
 """Beginnings of the routes that ask for a key."""
 
 

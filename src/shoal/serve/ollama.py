@@ -9,7 +9,6 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
-from shoal import __version__
 from shoal.engine.engine import Engine
 from shoal.engine.loading.generation_config import filled
 from shoal.engine.memory.footprint import weight_bytes
@@ -92,17 +91,17 @@ class OllamaRoutes:
             "capabilities": [name for name, can in able.items() if can],
         }
 
-    def version(self) -> Json:
-        """The package's version."""
-        return {"version": __version__}
-
     @property
     def _family(self) -> str:
         return str(getattr(getattr(self._engine.model, "config", None), "model_type", "unknown"))
 
     @property
     def _card(self) -> Json:
-        details = {"parent_model": "", "format": "", "family": self._family, "families": [self._family],
-                   "parameter_size": "", "quantization_level": ""}
-        return {"name": self._name, "model": self._name, "modified_at": self._made, "digest": "",
-                "size": weight_bytes(self._engine), "details": details}
+        return model_line(self._name, self._made, weight_bytes(self._engine), self._family)
+
+
+def model_line(name: str, made: str, size: int, family: str) -> Json:
+    """A model as lists have it: when it was made, its bytes, and the type of its config."""
+    details = {"parent_model": "", "format": "", "family": family, "families": [family], "parameter_size": "",
+               "quantization_level": ""}
+    return {"name": name, "model": name, "modified_at": made, "digest": "", "size": size, "details": details}

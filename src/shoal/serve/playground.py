@@ -6,6 +6,7 @@ For everything else the page uses the routes of all clients. It is told only of 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from functools import cached_property
 from importlib.resources import files
 from typing import Any, get_type_hints
@@ -20,7 +21,7 @@ from shoal.engine.engine import Engine
 from shoal.methods.base import Method
 from shoal.methods.options import choices, describe, field_docs, plain
 from shoal.serve import policy
-from shoal.serve.errors import refused
+from shoal.serve.errors import no_model, refused
 from shoal.serve.protocol.bodies import PlanBody
 from shoal.serve.settings import Settings
 
@@ -34,19 +35,24 @@ _HEADERS = {
 }
 
 
+def page_files() -> dict[str, bytes]:
+    """The page's files by name."""
+    folder = files("shoal.serve") / "page"
+    return {file.name: file.read_bytes() for file in folder.iterdir() if _kind(file.name)}
+
+
+def page_file(found: Mapping[str, bytes], name: str) -> Response:
+    """A file of the page; 404 if there is none of that name."""
+    if name not in found:
+        raise HTTPException(404)
+    return Response(found[name], media_type=_kind(name), headers=_HEADERS)
+
+
 class Playground:
-    """The routes of the page."""
+    """The routes of the page that tell of the model."""
 
     def __init__(self, engine: Engine, settings: Settings) -> None:
         self._engine, self._settings = engine, settings
-        folder = files("shoal.serve") / "page"
-        self._files = {file.name: file.read_bytes() for file in folder.iterdir() if _kind(file.name)}
-
-    def file(self, name: str) -> Response:
-        """A file of the page; 404 if there is none of that name."""
-        if name not in self._files:
-            raise HTTPException(404)
-        return Response(self._files[name], media_type=_kind(name), headers=_HEADERS)
 
     @cached_property
     def model(self) -> dict[str, Any]:
@@ -62,9 +68,11 @@ class Playground:
         """Which tokens run which layers: for each sublayer the first token that skips it, null if none does.
 
         Raises:
-            ApiError: 400 or 403 if a request with this method would be refused.
+            ApiError: 400 or 403 if a request with this method would be refused, 404 for another model.
         """
-        most = self._settings.max_tokens
+        most, served = self._settings.max_tokens, self._settings.model_name
+        if body.model not in (None, served):
+            raise no_model(str(body.model)[:200], served)
         if body.max_tokens > most:
             raise refused("max_tokens", f"max_tokens is {body.max_tokens}; this server allows up to {most}")
         method = policy.choose(body.method, body.method_args, self._settings)

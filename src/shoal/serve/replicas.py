@@ -12,12 +12,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client import Metric, generate_latest
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from typing_extensions import override
@@ -25,7 +25,7 @@ from typing_extensions import override
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.integrations import local_ray
 from shoal.serve.app import ailment, create_app
-from shoal.serve.metrics import Metrics
+from shoal.serve.metrics import Metrics, Together
 from shoal.serve.run import bind, log_to_stderr, url_of
 from shoal.serve.settings import Settings
 
@@ -190,27 +190,10 @@ class FleetMetrics(Metrics):
     def text(self) -> bytes:
         import ray
 
-        return generate_latest(Together(ray.get(self._board.swap.remote(self._replica, [*self.registry.collect()]))))
+        families = ray.get(self._board.swap.remote(self._replica, [*self.registry.collect()]))
+        return generate_latest(Together(families, "replica"))
 
     def _tell(self) -> None:
         while True:
             self._board.swap.remote(self._replica, [*self.registry.collect()])
             time.sleep(_PERIOD)
-
-
-class Together(CollectorRegistry):
-    """The metrics of several replicas as one registry."""
-
-    def __init__(self, families: Mapping[str, Iterable[Metric]]) -> None:
-        super().__init__()
-        self._families = families
-
-    @override
-    def collect(self) -> Iterable[Metric]:
-        whole: dict[str, Metric] = {}
-        for replica, families in sorted(self._families.items()):
-            for one in families:
-                family = whole.setdefault(one.name, Metric(one.name, one.documentation, one.type))
-                family.samples += [sample._replace(labels={**sample.labels, "replica": replica})
-                                   for sample in one.samples]
-        return whole.values()

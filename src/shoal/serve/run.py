@@ -9,10 +9,12 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import FrameType
 
 import uvicorn
+from fastapi import FastAPI
 
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.serve.app import LAST_TURN, create_app
@@ -80,8 +82,12 @@ def end_within(seconds: float) -> None:
 
 
 def make_server(scheduler: Scheduler, settings: Settings) -> HttpServer:
-    """A server, to run on given sockets."""
-    app = create_app(scheduler, settings)
+    """A server of one model, to run on given sockets."""
+    return server_of(create_app(scheduler, settings), settings)
+
+
+def server_of(app: FastAPI, settings: Settings) -> HttpServer:
+    """A server of an application, to run on given sockets."""
     config = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=math.ceil(settings.grace),
                             timeout_keep_alive=math.ceil(settings.keep_alive))
     server = HttpServer(config, settings.grace)
@@ -91,16 +97,26 @@ def make_server(scheduler: Scheduler, settings: Settings) -> HttpServer:
 
 
 def run(scheduler: Scheduler, settings: Settings, listener: socket.socket) -> None:
-    """Serve until SIGINT or SIGTERM."""
+    """Serve one model until SIGINT or SIGTERM."""
+    serve(make_server(scheduler, settings), settings, listener, settings.model_name, lambda: [scheduler])
+
+
+def serve(
+    server: HttpServer, settings: Settings, listener: socket.socket, what: str,
+    schedulers: Callable[[], Sequence[Scheduler]],
+) -> None:
+    """Run a server of `what` until SIGINT or SIGTERM, and end its schedulers."""
     log_to_stderr()
     listener.listen(128)  # from now on connections wait instead of being refused
     url = url_of(*listener.getsockname()[:2])
     page = f" (page: {url.removesuffix('v1')})" if settings.playground else ""
-    print(f"serving {settings.model_name} at {url}{page}", file=sys.stderr, flush=True)
+    print(f"serving {what} at {url}{page}", file=sys.stderr, flush=True)
     try:
-        make_server(scheduler, settings).run(sockets=[listener])
+        server.run(sockets=[listener])
     finally:
-        scheduler.close(drain=False, last=LAST_TURN)
+        left = schedulers()
+        for scheduler in left:
+            scheduler.close(drain=False, last=LAST_TURN)
         faulthandler.cancel_dump_traceback_later()
-        if not scheduler.worker.ended:  # its thread would keep the interpreter alive
+        if not all(scheduler.worker.ended for scheduler in left):  # its thread would keep the interpreter alive
             os._exit(1)

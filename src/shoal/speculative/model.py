@@ -104,6 +104,8 @@ class ModelDrafter(Drafter):
         """Commit the accepted nodes of the last trees, remove sequences that have left and add new ones."""
         for seq_id, (seq, tree) in enumerate(zip(self._seqs, self._drafts, strict=True)):
             self._commit(seq_id, seq, tree)
+            if self._cache.positions[seq_id] == self._length(seq):  # a step that failed: nothing came after it
+                self._cache.truncate(seq_id, self._length(seq) - 1)
         wanted = set(seqs)
         stay = [seq_id for seq_id, seq in enumerate(self._seqs) if seq in wanted]
         if len(stay) < len(self._seqs):

@@ -1,4 +1,4 @@
-/* Threads go through phases as the layers of a forward do: every piece of work is to be taken once. */
+/* Threads go through phases as the layers of a forward do: every piece of work is to be taken once. Half-way half of them leave. */
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -23,15 +23,17 @@ static void *work(void *number) {
                 if (done[queue][i] != (i < pieces_of(phase, queue))) printf("phase %d: piece %d is done %d times\n", phase, i, done[queue][i]), exit(1);
                 done[queue][i] = 0;
             }
-        meet(&team, id);
+        const int left = phase == PHASES / 2 ? (team.threads + 1) / 2 : team.threads;
+        meet_and_part(&team, id, left);
+        if (id >= left) return NULL;
     }
     return NULL;
 }
 
 int main(int count, char **words) {
     pthread_t threads[MAX_THREADS];
-    team.threads = atoi(words[count - 1]);
-    for (int i = 0; i < team.threads; i++) pthread_create(threads + i, NULL, work, (void *)(intptr_t)i);
-    for (int i = 0; i < team.threads; i++) pthread_join(threads[i], NULL);
+    const int all = team.threads = atoi(words[count - 1]);
+    for (int i = 0; i < all; i++) pthread_create(threads + i, NULL, work, (void *)(intptr_t)i);
+    for (int i = 0; i < all; i++) pthread_join(threads[i], NULL);
     puts("each piece once");
 }

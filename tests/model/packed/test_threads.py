@@ -1,5 +1,7 @@
 """The number of threads follows what the machine gives."""
 
+import threading
+
 import pytest
 import torch
 
@@ -103,3 +105,17 @@ def test_a_fixed_number_stays(fixed: int) -> None:
     machine = Machine(4)
     machine.busy, machine.threads.fixed = 4, fixed
     assert set(machine.run(1.0)) == {fixed}
+
+
+def test_a_thread_alone_says_nothing_about_the_machine() -> None:
+    threads, found = ThreadCount(lambda: 0.0, lambda: 0.0), list[int]()
+    assert threads.choose(4) == 4
+    with threads.alone():
+        other = threading.Thread(target=lambda: found.append(threads.choose(4)))
+        other.start()
+        other.join()
+        found.append(threads.choose(4))
+        threads.note(1.0, 10 * WINDOW)
+    assert found == [4, 1] and threads.choose(4) == 4
+    threads.note(1.0, 10 * WINDOW)
+    assert threads.choose(4) == 1

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import Unsupported, needs
+from shoal.errors import Unsupported
+from shoal.model.gguf.header import read_header
 
 
 @dataclass(frozen=True)
@@ -18,7 +20,7 @@ class Facts:
     Attributes:
         bytes: of the whole file.
         tensor_bytes: of all its tensors.
-        layer_bytes: of all tensors of the layers.
+        layer_bytes: of all tensors of the layers, but for those that only guess further tokens.
         head_bytes: of the LM head, which may be the embedding.
         weights: numbers in all tensors.
         layer_weights: numbers in the matrices of the layers.
@@ -52,20 +54,19 @@ def read(path: str | Path) -> Facts:
     """Read the tensor table of a file.
 
     Raises:
-        Unsupported: the `gguf` package is missing, or the file is not a whole GGUF file.
+        Unsupported: the file is not a whole GGUF file.
     """
-    with needs("bench", f"a benchmark of {path}", "shoal-lab"):
-        from gguf import GGUFReader
     try:
-        tensors = GGUFReader(path).tensors
-    except (ValueError, KeyError, IndexError) as error:
+        tensors = read_header(path).tensors.values()
+    except ValueError as error:
         raise Unsupported(f"the file {path}", f"it is no whole GGUF file ({error})", "Download it again") from error
-    sizes = {tensor.name: int(tensor.n_bytes) for tensor in tensors}
-    matrices = Counter(tensor.tensor_type.name for tensor in tensors if len(tensor.shape) > 1)
+    sizes = {tensor.name: tensor.nbytes for tensor in tensors}
+    matrices = Counter(tensor.type.name for tensor in tensors if len(tensor.shape) > 1)
     head = sizes.get("output.weight", sizes.get("token_embd.weight", 0))
-    layers = [tensor for tensor in tensors if tensor.name.startswith("blk.")]
+    further = {tensor.name.split(".")[1] for tensor in tensors if ".nextn." in tensor.name}
+    layers = [one for one in tensors if one.name.startswith("blk.") and one.name.split(".")[1] not in further]
     return Facts(
-        Path(path).stat().st_size, sum(sizes.values()), sum(int(tensor.n_bytes) for tensor in layers), head,
-        sum(int(tensor.n_elements) for tensor in tensors),
-        sum(int(tensor.n_elements) for tensor in layers if len(tensor.shape) > 1), dict(matrices.most_common()),
+        Path(path).stat().st_size, sum(sizes.values()), sum(tensor.nbytes for tensor in layers), head,
+        sum(math.prod(tensor.shape) for tensor in tensors),
+        sum(math.prod(tensor.shape) for tensor in layers if len(tensor.shape) > 1), dict(matrices.most_common()),
     )

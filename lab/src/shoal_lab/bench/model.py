@@ -16,8 +16,8 @@ from shoal.engine.loading.checkpoint import shown_name
 from shoal.engine.loading.device import default_dtype
 from shoal.errors import Unsupported
 from shoal.model.config import windows_of
-from shoal.model.packed.kinds import LLAMA, MODELS, ModelKind
-from shoal.model.packed.latent import latent_sizes
+from shoal.model.packed.kinds import LLAMA, MODELS
+from shoal.model.packed.shape import shape_of
 from shoal_lab.bench import gguf_facts, shapes
 
 FILE = "file"
@@ -188,14 +188,11 @@ class MeasuredModel:
 
     def kv_entries(self) -> int:
         """Numbers that one layer stores per position; their mean over the layers."""
-        kinds = MODELS.get(self.text.model_type, ModelKind()).of(self.text)
-        attending = sum(kind.attends for kind in kinds)
-        if not attending:
-            return 0
-        if any("latent_attention" in kind.mixers for kind in kinds):
-            return latent_sizes(self.text).line * attending // len(kinds)
-        heads: int = self.text.num_key_value_heads
-        return 2 * heads * self._head_dim() * attending // len(kinds)
+        if not self.is_file:
+            return 2 * int(self.text.num_key_value_heads) * self._head_dim()
+        shape = shape_of(self.text)
+        stored = (shape.kv_sizes(layer) for layer in range(shape.num_layers))
+        return sum(heads * (keys + values) for heads, keys, values in stored) // shape.num_layers
 
     def _head_dim(self) -> int:
         size: int = getattr(self.text, "head_dim", None) or self.text.hidden_size // self.text.num_attention_heads

@@ -64,6 +64,8 @@ def add_arguments(parser: Parser) -> None:
                       "and how much memory it needs, a fresh process for every sample: first time, from Shoal's cache, "
                       "from a cold disk")
     measuring.add_box(measuring.add_procedure(parser))
+    parser.show_usual("--model", "--shape", "--method", "--methods", "--quant", "--batch", "--context", "--peer",
+                      "--rounds", "--json")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -53,6 +53,7 @@ def add_arguments(parser: Parser) -> None:
     baselines.add_argument("--assistant", metavar="M", help="smaller model that drafts for other software")
     group = measuring.add_procedure(parser)
     group.add_argument("--minutes", metavar="T", type=float, help="begin no text after that long")
+    parser.show_usual("--model", "--methods", "--quant", "--data", "--texts", "--items", "--peer", "--rounds", "--json")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -74,6 +74,8 @@ def add_arguments(parser: Parser) -> None:
     asked.add_argument("--answers", metavar="N,...", help="lengths of answers, by chance, in place of --new-tokens")
     asked.add_argument("--natural-ends", action="store_true", help="let answers end where the model ends them")
     measuring.add_box(measuring.add_procedure(parser))
+    parser.show_usual("--model", "--shape", "--url", "--method", "--methods", "--peer", "--concurrency", "--rate",
+                      "--requests", "--json")
 
 
 def run(args: argparse.Namespace) -> int:

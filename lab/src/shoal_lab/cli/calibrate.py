@@ -91,6 +91,7 @@ def add_arguments(parser: Parser) -> None:
     how.add_argument("--force", action="store_true", help="search even where no schedule can gain anything here")
     common.add_model(parser)
     common.add_json(parser)
+    parser.show_usual("--for", "--model", "--metric", "--max-drop", "--suite", "--data", "--minutes", "--out", "--plot")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -53,6 +53,7 @@ def add_arguments(parser: Parser) -> None:
     common.add_method(parser)
     common.add_model(parser, dtype="float32")
     common.add_json(parser)
+    parser.show_usual("--model", "--method", "--all", "--with-draft", "--max-new-tokens", "--tie", "--raw", "--json")
 
 
 def run(args: argparse.Namespace) -> int:

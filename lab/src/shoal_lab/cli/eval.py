@@ -82,6 +82,8 @@ def add_arguments(parser: Parser) -> None:
     how.add_argument("--unsafe", action="store_true", help="run code that the model wrote even where no sandbox works")
     common.add_model(parser)
     common.add_json(parser)
+    parser.show_usual("--model", "--method", "--methods", "--suite", "--tasks", "--list", "--data", "--n", "--measure",
+                      "--out", "--json")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -54,6 +54,8 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--prompt-tokens", metavar="N", type=int, default=1024, help="with --memory: of a prompt")
     parser.add_argument("--rows", metavar="N", type=int, default=1, help="with --memory: prompts at once")
     common.add_json(parser)
+    parser.show_usual("--model", "--layers", "--method", "--max-new-tokens", "--memory", "--prompt-tokens", "--plot",
+                      "--json")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -74,6 +74,7 @@ def add_arguments(parser: Parser) -> None:
     common.add_json(parser)
     parser.set_defaults(no_card=False)
     parser.elsewhere = {"--quant": "the weights are written as they are; give it to the command that runs the result"}
+    parser.show_usual("--model", "--out", "--layers", "--share", "--drop", "--bytes", "--by", "--text", "--json")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -158,6 +158,8 @@ def add_arguments(parser: Parser) -> None:
     what.add_argument("--licence", metavar="TEXT", help="under which the part may be used, for its card")
     common.add_model(parser)
     common.add_json(parser)
+    parser.show_usual("--model", "--out", "--answers", "--data", "--questions", "--tokens", "--steps", "--minutes",
+                      "--start", "--export")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -4,9 +4,10 @@ While the target verifies a window, one of its middle layers predicts, through t
 tokens may follow each prefix of the window. The draft model grows a branch for each of these outcomes, and for the one
 that it expects itself. If the right one is among them, the next draft is ready when the verification ends.
 
-Here the two models run in turn; `DraftRound` says how long two processors would take. A branch is drawn
-with the random streams of a draft made afterwards, so the guesses are those of `draft_model`, however good the exit
-layer is: only the time at which they are made differs.
+A branch is drawn with the random streams of a draft made afterwards, so the guesses are those of `draft_model`, however
+good the exit layer is: only the time at which they are made differs. The two models run in turn, and `DraftRound` says
+how long two processors would take; or one thread leaves the target's forward at the exit layer to draft the branches,
+and `DraftRound` says how long that took.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing_extensions import override
 
 from shoal.decode.worker import Proposer, StepReport
 from shoal.model.packed.native import MAX_NODES
+from shoal.model.runner import Meanwhile, OfLayers
 from shoal.speculative.choose import Place, SequenceTree, choose
 from shoal.speculative.model import ModelDrafter, ModelProposer
 from shoal_lab.drafts.branches import Branches, Chain, Outcome, Wish
@@ -47,11 +49,12 @@ class DraftRound:
         foreseen: whether the exit layer predicted the token that came after the accepted guesses.
         reused: whether there was a branch for that outcome.
         branches: number of branches.
-        before, after: seconds of the target below the exit layer, and from there on with the LM head: the forward's
-            time in proportion to layers.
+        before, after: seconds of the target below the exit layer, and from there on with the LM head: in turn the
+            forward's time in proportion to layers, else measured.
         message: seconds of the exit layer's prediction: norm, LM head, and choice of tokens.
         pool: seconds of drafting all branches.
         redraft: seconds of drafting once the outcome was known.
+        together: seconds of a forward beside which the branches were drafted, to the end of both; None if in turn.
     """
 
     foreseen: bool
@@ -62,6 +65,7 @@ class DraftRound:
     message: float = 0.0
     pool: float = 0.0
     redraft: float = 0.0
+    together: float | None = None
 
     @property
     def in_turn(self) -> float:
@@ -73,6 +77,11 @@ class DraftRound:
         """Seconds of two processors like this one: branches are drafted while the target's upper layers run."""
         return self.before + self.message + max(self.after, self.pool) + self.redraft
 
+    @property
+    def measured(self) -> float | None:
+        """Seconds that the round took, if its parts did overlap."""
+        return None if self.together is None else self.together + self.redraft
+
 
 @dataclass(frozen=True)
 class MirrorProposer(Proposer):
@@ -82,11 +91,13 @@ class MirrorProposer(Proposer):
         model: the second model and the length of its chains.
         exit_layer: layers of the target that run before its prediction, 1..L.
         k: predicted tokens after each node of the window; 0 drafts nothing ahead.
+        overlap: whether branches are drafted while the target's upper layers run, where it has a thread to spare.
     """
 
     model: ModelProposer
     exit_layer: int
     k: int
+    overlap: bool = False
 
     def begin(self, runner: Any, cache: Any) -> MirrorDrafter:
         """A drafter with an empty cache of its own."""
@@ -132,6 +143,21 @@ class _Window:
         return self.seq.stop.room + len(self.seq.tokens) - self.length - tokens - 1
 
 
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    """What was drafted for windows whose outcome is not known.
+
+    Attributes:
+        foreseen, pools: the probable outcomes by the exit layer, and the branches, by sequences.
+        message, pool: seconds of either.
+    """
+
+    foreseen: Mapping[SequenceState, Sequence[Outcome]]
+    pools: Mapping[SequenceState, Pool]
+    message: float
+    pool: float
+
+
 class MirrorDrafter(ModelDrafter):
     """Drafts the branches of a verification, as if its outcome were not known, before it uses the outcome.
 
@@ -146,27 +172,37 @@ class MirrorDrafter(ModelDrafter):
     def __init__(self, proposer: MirrorProposer, target: ModelRunner) -> None:
         super().__init__(proposer.model, target.vocab_size)
         self._target, self._exit_layer, self._k = target, proposer.exit_layer, proposer.k
+        self._overlap = proposer.overlap
+        self._meanwhile = Meanwhile(self._exit_layer, self._draft_beside)
+        self._ahead: _Ahead | None = None
         self._windows: list[_Window] = []
         self._states: Tensor | None = None
         self._lengths: dict[SequenceState, int] = {}
         self._ready: dict[SequenceState, Chain] = {}
-        self._since = self._target_seconds = 0.0
+        self._since = self._parted_at = self._target_seconds = 0.0
 
     def watch(self, seqs: Sequence[SequenceState], chunks: Sequence[SequenceChunk]) -> HiddenStateHook | None:
         """Keep the inputs of the exit layer for sequences that verify."""
         if not seqs[0].emitted:
             return None
-        self._states, self._since = None, time.perf_counter()
+        self._ahead, self._states, self._since = None, None, time.perf_counter()
         self._windows = [
             _Window(seq, len(seq.tokens), place, chunk)
             for place, (seq, chunk) in enumerate(zip(seqs, chunks, strict=True))
             if chunk.wanted and chunk.steps[-chunk.wanted] == seq.emitted  # otherwise it reads forced tokens
         ]
-        return self._see if self._k else None
+        if not self._k:
+            return None
+        return OfLayers((self._exit_layer,), self._see, self._meanwhile if self._overlap else None)
 
     def _see(self, layer: int, hidden: Tensor) -> None:
         if layer == self._exit_layer:
             self._states = hidden
+
+    def _draft_beside(self, hidden: Tensor) -> None:
+        """Draft while the forward goes on. The caller waits for both, so nothing else changes in the meantime."""
+        self._parted_at, self._states = time.perf_counter(), hidden
+        self._ahead = self._draft(self._seated())
 
     def observe(self, report: StepReport) -> None:
         """Note that the forward has ended."""
@@ -206,30 +242,42 @@ class MirrorDrafter(ModelDrafter):
         self._cache.commit(seq_id, range(len(list(kept))))
 
     def _look_back(self, seqs: Sequence[SequenceState]) -> dict[SequenceState, DraftRound]:
-        """Draft for the predicted outcomes of the last windows, and check which came; by sequences."""
-        verified = self._verified(seqs)
-        start = time.perf_counter()
-        foreseen = self._foreseen([window for _, window in verified])
-        told = time.perf_counter()
-        pools = self._draft_ahead(verified, foreseen)
-        drafted = time.perf_counter()
-        rounds = {}
-        for (_, window), outcomes, pool in zip(verified, foreseen, pools, strict=True):
+        """Check which outcomes of the last windows came, and how drafts for them were made; by sequences.
+
+        What was not drafted while the target ran is drafted now.
+        """
+        wanted = set(seqs)
+        verified = [one for one in self._seated() if one[1].seq in wanted and one[1].outcome]
+        beside = self._ahead
+        ahead = self._draft(verified) if beside is None else beside
+        self._ahead, self._windows, rounds = None, [], {}
+        for _, window in verified:
             outcome, key = window.outcome, window.seq
+            pool = ahead.pools[key]
             if outcome in pool:
                 self._ready[key] = pool[outcome]
-            before, after = self._split(window)
+            before, after = self._split(window) if beside is None else self._parted()
             rounds[key] = DraftRound(
-                outcome in outcomes, outcome in pool, len(pool), before, after, told - start, drafted - told
+                outcome in ahead.foreseen[key], outcome in pool, len(pool), before, after, ahead.message, ahead.pool,
+                together=None if beside is None else self._target_seconds,
             )
         return rounds
 
-    def _verified(self, seqs: Sequence[SequenceState]) -> list[tuple[int, _Window]]:
-        """Slots, ascending, and windows of the sequences that continue after the last draft."""
+    def _draft(self, windows: Sequence[tuple[int, _Window]]) -> _Ahead:
+        """Draft for the predicted outcomes of some windows, which are given with their slots."""
+        start = time.perf_counter()
+        foreseen = self._foreseen([window for _, window in windows])
+        told = time.perf_counter()
+        pools = self._draft_ahead(windows, foreseen)
+        drafted, seqs = time.perf_counter(), [window.seq for _, window in windows]
+        return _Ahead(dict(zip(seqs, foreseen, strict=True)), dict(zip(seqs, pools, strict=True)), told - start,
+                      drafted - told)
+
+    def _seated(self) -> list[tuple[int, _Window]]:
+        """Slots, ascending, and windows of the sequences that were fed the last draft and no other token."""
         fed = {window.seq: window for window in self._windows}
-        wanted, self._windows = set(seqs), []
-        seated = [(seq_id, fed[seq]) for seq_id, seq in enumerate(self._seqs) if seq in wanted & fed.keys()]
-        return [(seq_id, one) for seq_id, one in seated if one.outcome and one.length == self._lengths[one.seq]]
+        seated = [(seq_id, fed[seq]) for seq_id, seq in enumerate(self._seqs) if seq in fed]
+        return [(seq_id, one) for seq_id, one in seated if one.length == self._lengths[one.seq]]
 
     def _foreseen(self, windows: Sequence[_Window]) -> list[list[Outcome]]:
         """Probable outcomes of each window by the exit layer: `k` tokens after each node.
@@ -253,6 +301,10 @@ class MirrorDrafter(ModelDrafter):
         layers = window.seq.plan.layers(window.chunk.steps[-window.chunk.wanted])
         share = bisect_left(layers, self._exit_layer) / (len(layers) + self._target.head_layers)
         return share * self._target_seconds, (1 - share) * self._target_seconds
+
+    def _parted(self) -> tuple[float, float]:
+        """The same of a forward that a thread left."""
+        return self._parted_at - self._since, self._meanwhile.others
 
     def _draft_ahead(
         self, verified: Sequence[tuple[int, _Window]], foreseen: Sequence[Sequence[Outcome]]

@@ -21,15 +21,18 @@ class MirrorSD(SecondModelMethod):
     """A smaller model drafts for the probable outcomes of a verification, so that the next draft is ready when it ends.
 
     One of the target's middle layers predicts the outcomes, through the final norm and the LM head. The guesses are
-    those of `draft_model`. Here both models run in turn, so drafting for several outcomes costs time and gains none.
-    `result.stats.records["draft_rounds"]` tells for every forward how long two processors would take. The paper's
-    drafter makes several tokens per forward. It is left out, because it has to be trained.
+    those of `draft_model`. Unless told to `overlap`, both models run in turn: then drafting for several outcomes costs
+    time and gains none, and `result.stats.records["draft_rounds"]` tells for every forward how long two processors
+    would take. The paper's drafter makes several tokens per forward. It is left out, because it has to be trained.
 
     Attributes:
         exit_layer: layers of the target before its prediction, 1..L; None for half of them. L uses the target's own
             output.
         k: predicted tokens after each node of the window, one draft each; 0 drafts nothing ahead.
         length: tokens to guess at a time.
+        overlap: whether a thread of the kernels drafts while the others run the target's layers from `exit_layer` on.
+            Both models have to be on the kernels, with two threads or more; elsewhere they run in turn. Output and
+            guesses are the same. It pays where drafting all branches takes one thread less time than those layers.
     """
 
     name: ClassVar[str] = "mirror_sd"
@@ -38,6 +41,7 @@ class MirrorSD(SecondModelMethod):
     exit_layer: Layers | None = None
     k: Guesses = 4
     length: Guesses = 4
+    overlap: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -66,4 +70,17 @@ class MirrorSD(SecondModelMethod):
         from shoal_lab.drafts.mirror import MirrorProposer
 
         assert isinstance(model, ModelProposer)
-        return MirrorProposer(model, exit_layer, self.k)
+        return MirrorProposer(model, exit_layer, self.k, self.overlap and not self._why_in_turn(info))
+
+    def notice(self, info: ModelInfo) -> str | None:
+        """Why the models run in turn though they are to overlap."""
+        return self._why_in_turn(info) if self.overlap and info.draft_engine is not None else None
+
+    def _why_in_turn(self, info: ModelInfo) -> str | None:
+        """None where the models can overlap."""
+        draft = self.draft_engine(info).runner.keeps_threads
+        for which, why in (("the model", info.keeps_threads), ("the draft model", draft)):
+            if why:
+                return (f"mirror_sd runs both models in turn, for {which} cannot overlap with the other: {why}. The "
+                        "output is the same; overlap=True needs both on the kernels, and two threads or more")
+        return None

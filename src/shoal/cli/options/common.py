@@ -36,14 +36,16 @@ _CHOOSING: dict[str, tuple[str, type, float, str]] = {
     "frequency_penalty": ("R", float, 0.0, "-2 to 2, 0 is neutral"),
 }
 """Options that say how a token is chosen: metavar, type, neutral value, and help."""
+_ON_MODULES = ("this model runs on transformers' modules, not on Shoal's kernels, which decode models of the Llama "
+               "kind 4.9 to 8.5 times as fast and read their prompts 1.5 to 2.7 times as fast (docs/performance.md)")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
-def add_model(parser: Parser, dtype: str | None = None) -> None:
-    """The options that say which model to load and how."""
+def add_model(parser: Parser, dtype: str | None = None, *, several: bool = False) -> None:
+    """The options that say which model to load and how; with `several`, `--model` may be given again."""
     group = parser.add_argument_group("model")
-    group.add_argument("--model", metavar="M", help="folder, GGUF file, or a name as for `shoal pull`; "
-                       "by default SmolLM2-135M-Instruct")
+    group.add_argument("--model", metavar="M", action="append" if several else "store", help="folder, GGUF file, or a "
+                       "name as for `shoal pull`; by default SmolLM2-135M-Instruct" + "; repeatable" * several)
     group.add_argument("--yes", action="store_true", help="fetch a model that is not here without asking")
     group.add_argument("--revision", metavar="R", help="branch, tag or commit on the Hub")
     group.add_argument("--dtype", choices=DTYPES, default=dtype, help="type of the weights and of the computation; by "
@@ -57,13 +59,14 @@ def add_model(parser: Parser, dtype: str | None = None) -> None:
 def add_method(parser: Parser, default: str = "full", *, card: bool = True) -> None:
     """`--method`, on which the method's own options depend, and `--with`; with `card`, `--no-card` too."""
     parser.default_method = default
-    parser.add_argument("--method", metavar="NAME|CARD.json", default=default,
-                        help="a name that `shoal methods` lists, or a JSON card; its fields are options too")
-    parser.add_argument("--with", metavar="NAME:KNOB=V|CARD.json", type=_other, action="append", default=[],
-                        help="another method, which fills parts of the recipe that the others leave open; repeatable")
+    group = parser.add_argument_group("method")
+    group.add_argument("--method", metavar="NAME|CARD.json", default=default,
+                       help="a name that `shoal methods` lists, or a JSON card; its fields are options too")
+    group.add_argument("--with", metavar="NAME:KNOB=V|CARD.json", type=_other, action="append", default=[],
+                       help="another method, which fills parts of the recipe that the others leave open; repeatable")
     if card:
-        parser.add_argument("--no-card", action="store_true", help="do not measure the layers of a model without a "
-                            "card: drop them by position, which may cost several times the quality")
+        group.add_argument("--no-card", action="store_true", help="do not measure the layers of a model without a "
+                           "card: drop them by position, which may cost several times the quality")
     parser.method_options = parser.add_argument_group()
 
 
@@ -238,6 +241,8 @@ def load_engine(
         raise
     except Exception as error:  # libraries raise many types for wrong paths, broken files and missing packages
         raise ValueError(f"cannot load {args.model or 'the default model'}: {error}") from error
+    if engine.unpacked and args.dtype not in ("float64", "float16"):  # for which there are no kernels
+        print(f"note: {_ON_MODULES}: {engine.unpacked}", file=sys.stderr)
     chosen = (*methods, getattr(args, "method", None))
     if not tensor_parallel and any(method is not None and method.wants_card for method in chosen):
         _know_layers(engine, args)

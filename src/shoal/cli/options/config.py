@@ -29,7 +29,7 @@ else:
 FILE = "shoal.toml"
 SHARED = ("backend", "color", "device", "dtype", "model", "quant", "revision", "threads")
 """Settings allowed above the tables."""
-OWN = ("trust-remote-code", "unsafe")
+OWN = ("mcp", "mcp-allow", "trust-remote-code", "unsafe")
 """Settings allowed in the user's own file only: a downloaded project must not be able to run code by them."""
 
 
@@ -49,13 +49,14 @@ def arguments(command: str, commands: Iterable[str], options: Iterable[str], arg
     Args:
         commands: all names that tables may have.
         options: the command's options that do not depend on a method, such as `--port`.
-        argv: the command line. If it names a method, the files' method and its options are left out.
+        argv: the command line. If it names a method, the files' method and its options are left out; models that it
+            names take the place of theirs.
 
     Raises:
         ValueError: a file cannot be read, or holds an unknown setting; names the file.
     """
     known = set(options)
-    own_method = any(arg.split("=")[0] == "--method" for arg in argv)
+    own_method, own_model = (any(arg.split("=")[0] == option for arg in argv) for option in ("--method", "--model"))
     settings: dict[str, Any] = {}
     for path in files():
         found = _read(path, set(commands))
@@ -64,7 +65,8 @@ def arguments(command: str, commands: Iterable[str], options: Iterable[str], arg
         settings |= {name: value for name, value in found.items() if not isinstance(value, Mapping)}
         settings |= found.get(command, {})
     return [arg for name, value in settings.items() for arg in _typed(name, value)
-            if not (name in SHARED and f"--{name}" not in known)
+            if not (own_model and name == "model")
+             and not (name in (*SHARED, *OWN) and f"--{name}" not in known)
             and not (own_method and (name == "method" or f"--{name}" not in known))]
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+import textwrap
+from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
 from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
@@ -21,15 +23,29 @@ from shoal.methods.common.combined import Combined
 from shoal.methods.options import field_docs
 
 _NEAR = 0.7
+_HELP = ("-h", "--help")
+_ARRANGED = re.compile(r"^ |\S  ", re.MULTILINE)
 _PREFIX = "knob."
 
 
 class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows defaults other than none, false and empty, and keeps the layout of examples."""
+    """Shows defaults other than none, false and empty, wraps text by words, and keeps the layout of examples."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return wrapped(text, width, indent)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         silent = action.default is None or action.default is False or action.default == []
         return action.help if silent else super()._get_help_string(action)
+
+
+def wrapped(text: str, width: int, indent: str = "") -> str:
+    """Text whose paragraphs are wrapped by words; those with an indented line or columns stay as they are."""
+    kept = [_ARRANGED.search(part) for part in text.split("\n\n")]
+    return "\n\n".join(textwrap.indent(part, indent) if keep else
+                       textwrap.fill(part, width, initial_indent=indent, subsequent_indent=indent,
+                                     break_long_words=False, break_on_hyphens=False)
+                       for part, keep in zip(text.split("\n\n"), kept, strict=True))
 
 
 class Parser(argparse.ArgumentParser):
@@ -38,19 +54,46 @@ class Parser(argparse.ArgumentParser):
     Attributes:
         default_method: default of `--method`; None for a command without a method.
         elsewhere: options that users may expect here, and what to do instead.
+        usual: the options that `--help` shows, if `--help-all` shows more; none where `--help` shows all.
     """
 
     default_method: str | None = None
     elsewhere: Mapping[str, str] = MappingProxyType({})
+    usual: Collection[str] = ()
     method_options: argparse._ArgumentGroup
 
     def __init__(self, **options: Any) -> None:
         super().__init__(formatter_class=Formatter, allow_abbrev=False, **options)
+        self._whole = False
 
     @property
     def options(self) -> list[str]:
         """All options, as they are typed."""
         return list(self._option_string_actions)
+
+    def show_usual(self, *flags: str) -> None:
+        """Let `--help` show these options alone, and `--help-all` the rest."""
+        self.usual = (*_HELP, *flags)
+        self.add_argument("--help-all", action=_WholeHelp, help="show every option")
+
+    def format_help(self) -> str:
+        """The text of `--help`, or, once that was asked for, of `--help-all`."""
+        brief, shown = self.usual and not self._whole, {*self.usual}
+        hidden = [action for action in self._actions
+                  if brief and action.option_strings and not shown & {*action.option_strings}]
+        kept = self.usage, self.epilog, [action.help for action in hidden]
+        self.usage = " ".join(["%(prog)s", "[options]", *(_place(one) for one in self._actions if _needed(one))])
+        if hidden:
+            more = f"{len(hidden) - 1} more options: {self.prog} --help-all"
+            self.epilog = f"{more}\n\n{self.epilog or ''}".rstrip()
+        for action in hidden:
+            action.help = argparse.SUPPRESS
+        try:
+            return super().format_help()
+        finally:
+            self.usage, self.epilog, texts = kept
+            for action, text in zip(hidden, texts, strict=True):
+                action.help = text
 
     def error(self, message: str) -> NoReturn:
         """Raise ValueError."""
@@ -68,6 +111,26 @@ class Parser(argparse.ArgumentParser):
         return args
 
 
+class _WholeHelp(argparse._HelpAction):
+    """Prints the help with every option."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *given: Any, **options: Any) -> None:
+        assert isinstance(parser, Parser)
+        parser._whole = True
+        super().__call__(parser, *given, **options)
+
+
+def _needed(action: argparse.Action) -> bool:
+    """Whether a usage line names it: a positional argument, or an option that must be given."""
+    return action.required or not action.option_strings
+
+
+def _place(action: argparse.Action) -> str:
+    """An argument in a usage line."""
+    name = " ".join([*action.option_strings[:1], str(action.metavar or action.dest)])
+    return f"[{name}]" if action.nargs in ("?", "*") else name
+
+
 def parse(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
     """Parse the arguments of a command. If it takes a method, that method's fields are options too.
 
@@ -83,6 +146,8 @@ def parse(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
     finder.add_argument("--method", default=parser.default_method)
     choice = Choice.of(finder.parse_known_args(list(argv))[0].method)
     choice.add_options(parser.method_options)
+    if parser.usual and any(arg.split("=")[0] == "--method" for arg in argv):  # help on that method was asked for
+        parser.usual = (*parser.usual, *choice.flags)
     _refuse_foreign_options(parser, choice, argv)
     args = parser.parse_all(argv)
     args.method = methods.make([choice.make(args), *getattr(args, "with", ())])

@@ -134,11 +134,12 @@ def engine_for(
         raise Unsupported("a model in training mode", "its dropout would change the output", "Call model.eval() before")
     compat.tell_untested()
     _check_decoder(model.config)
-    runner: ModelRunner | None = None
+    runner: ModelRunner | str = ""
     if backend != "hf":
         embedding = model.get_input_embeddings().weight
         runner = _pack(model.config, ModelSource(model), embedding.dtype, embedding.device, quant, backend, model)
-    if runner is None:
+    unpacked = runner if isinstance(runner, str) else ""
+    if isinstance(runner, str):
         with in_transformers(model.config, "it cannot be taken apart into layers, which ends in"):
             runner = HFRunner(model)
         settle_layout(runner, model)
@@ -147,7 +148,9 @@ def engine_for(
         card = read_card(origin, runner.num_layers)
     generation = getattr(model, "generation_config", None)
     name = name or origin or type(model).__name__
-    return _engine(runner, tokenizer, model.config, generation, name, card, files, model)
+    made = _engine(runner, tokenizer, model.config, generation, name, card, files, model)
+    made.unpacked = unpacked
+    return made
 
 
 def _engine(
@@ -227,8 +230,8 @@ def _from_files(
     if source is None:
         asked = ("backend 'hf'", 'Use backend="packed"') if backend == "hf" else ("weights", "Convert to safetensors")
         check_modules(config, *asked)
-    runner = None if source is None else _pack(config, source, dtype, device, quant, backend)
-    if runner is not None:
+    runner = "" if source is None else _pack(config, source, dtype, device, quant, backend)
+    if not isinstance(runner, str):
         return _engine(runner, tokenizer, config, files.generation_config(), files.name, card, files)
     with naming(lambda: (f"the model {files.name!r} in {dtype}", _SMALLER)):
         with in_transformers(config):
@@ -238,17 +241,18 @@ def _from_files(
     engine = engine_for(model, tokenizer, name=files.name, card=card, quant=quant, backend=backend, files=files)
     if not isinstance(engine.runner, HFRunner):
         engine.model = None  # its packed weights are a copy
+    engine.unpacked = engine.unpacked or runner
     return engine
 
 
 def _pack(
     config: Any, source: Source, dtype: torch.dtype, device: torch.device, quant: Quant | None, backend: Backend,
     reference: Any = None,
-) -> ModelRunner | None:
+) -> ModelRunner | str:
     """The packed runner; if `reference` is a model, it is checked against that.
 
     A masked-diffusion model's tokens see later ones, which torch computes, so its matrices are packed for torch. Under
-    "auto" it is None, which is logged, where the model does not fit and needs no quantisation.
+    "auto" it is the reason, which is logged, where the model does not fit and needs no quantisation.
     """
     try:
         if backend == "auto" and quant is None:
@@ -264,7 +268,7 @@ def _pack(
         if backend != "auto" or quant is not None or config.model_type in OWN_CONFIGS:
             raise
         log.info("running the model's own modules: %s", reason)
-        return None
+        return f"{reason.what}: {reason.why}"
 
 
 def _check_decoder(config: Any) -> None:

@@ -6,6 +6,7 @@ time. Python's part of a step is kept to a few loops over the layers.
 
 from __future__ import annotations
 
+import os
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -37,6 +38,8 @@ from shoal.model.packed.shape import RotaryTable, Shape
 from shoal.model.packed.weights import Role, Weights
 from shoal.model.runner import (
     HiddenStateHook,
+    Meanwhile,
+    OfLayers,
     SequenceChunk,
     Start,
     greedy,
@@ -213,8 +216,13 @@ class NativeRunner(PackedRunner):
         begun = None
         if self._states is not None:
             more["spans"], begun = self._states.begin(chunks, work.layers, work.counts, cache)
+        meanwhile, aside = hook.meanwhile if isinstance(hook, OfLayers) else None, None
+        if meanwhile is not None and taps is not None:
+            aside = more["aside"] = _aside(meanwhile, taps, entered[meanwhile.layer], tapped, chunks)
         best = array("i", bytes(4 * len(batch.wanted))) if argmax else None
         logits = self.decoder.forward(batch, self._binding(cache), taps=taps, tapped=tapped, argmax=best, **more)
+        if meanwhile is not None and aside is not None:
+            meanwhile.others = aside.others
         stores = [cache.layers[layer] for layer in work.layers]
         for chunk, counts in zip(chunks, work.counts, strict=True):
             seq, query_hook = chunk.seq, chunk.query_hook
@@ -226,13 +234,16 @@ class NativeRunner(PackedRunner):
             begun.hold()
         mark_shallow(chunks, cache, self.shape.keeping if self.sources else None)
         if hook is not None and taps is not None:
-            sizes = [len(chunk.tokens) for chunk in chunks]
-            nodes = taps.transpose(0, 1)  # [tokens, layers, D], so that all layers are filled up in one call
-            padded = nodes[None] if len(sizes) == 1 else pad_sequence(list(nodes.split(sizes)), batch_first=True)
-            states = padded.unbind(2)
+            states = _shown(taps, chunks)
             for layer, entry in entered.items():
                 hook(layer, states[bisect_left(tapped, entry)])
         return logits if best is None else list(best)
+
+    @property
+    def keeps_threads(self) -> str:  # type: ignore[override]
+        """Empty, unless there is one thread."""
+        threads = min(torch.get_num_threads(), len(os.sched_getaffinity(0)))
+        return "" if threads > 1 else "this process has one thread for the kernels, or one processor"
 
     @property
     def bounds_logits(self) -> bool:
@@ -387,6 +398,22 @@ class NativeRunner(PackedRunner):
             return None
         embedding = native.as_packed(self.weights.embedding)
         return embedding.unpack(self.dtype) if embedding.kind in ("fp32", "bf16") else embedding
+
+
+def _shown(taps: Tensor, chunks: Sequence[SequenceChunk]) -> Sequence[Tensor]:
+    """States [chunks, nodes, D] of each of the layers in taps [layers, tokens, D]."""
+    sizes = [len(chunk.tokens) for chunk in chunks]
+    nodes = taps.transpose(0, 1)  # [tokens, layers, D], so that all layers are filled up in one call
+    padded = nodes[None] if len(sizes) == 1 else pad_sequence(list(nodes.split(sizes)), batch_first=True)
+    return padded.unbind(2)
+
+
+def _aside(
+    meanwhile: Meanwhile, taps: Tensor, entry: int, tapped: Sequence[int], chunks: Sequence[SequenceChunk]
+) -> native.Aside:
+    """What is done meanwhile, as a call that a thread makes before running layer number `entry`, which is tapped."""
+    place = bisect_left(tapped, entry)
+    return native.Aside(entry, lambda: meanwhile.work(_shown(taps[place : place + 1], chunks)[0]))
 
 
 def _vectors(hidden: Tensor, chunks: Sequence[SequenceChunk]) -> Tensor:

@@ -142,7 +142,7 @@ async function plan() {
   planning = new AbortController();
   try {
     const tokens = number("tokens") ?? 64;
-    const found = await fetchJson("playground/plan", { ...chosen(), max_tokens: tokens }, planning.signal);
+    const found = await fetchJson("playground/plan", { model: model.model, ...chosen(), max_tokens: tokens }, planning.signal);
     at("picture").replaceChildren(planPicture(found, tokens));
     at("caption").textContent = caption(found, tokens);
     fewest = fewestOf(found, tokens);

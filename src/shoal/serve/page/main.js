@@ -4,7 +4,7 @@ import { fetchJson, useKey } from "./api.js";
 import { Chat } from "./chat.js";
 import { make } from "./dom.js";
 import { instrument } from "./instrument.js";
-import { fill, keep } from "./options.js";
+import { fill, keep, remembered } from "./options.js";
 import { STRINGS, label, language, speak, t } from "./strings.js";
 
 const at = (id) => document.getElementById(id);
@@ -23,14 +23,34 @@ async function load() {
   chat.calm();
   instrument.calm();
   try {
-    const [told, list] = await Promise.all([fetchJson("playground/model"), fetchJson("v1/models")]);
-    use(told, list.data.map((one) => one.id));
+    const names = (await fetchJson("v1/models")).data.map((one) => one.id);
+    use(await fetchJson(asked(remembered("model"), names)), names);
   } catch (error) {
     chat.complain(error.message);
     at("chat-retry").hidden = error.status !== 0;
     at("chat-retry").onclick = load;
     instrument.fail(error, load);
     if (error.status === 401) locked();
+  }
+}
+
+/* Where a model is told of: one of the list by its name, which loads it, else the server's own choice. */
+function asked(name, names) {
+  return names.includes(name) ? `playground/model?model=${encodeURIComponent(name)}` : "playground/model";
+}
+
+/* Another model was chosen, which may first have to be loaded. */
+async function change() {
+  const names = [...at("chat-model").options].map((one) => one.value), name = at("chat-model").value;
+  if (!model || name === model.model) return;
+  at("model").textContent = t("loading", { model: name });
+  try {
+    use(await fetchJson(asked(name, names)), names);
+  } catch (error) {
+    chat.complain(error.message);
+    at("chat-model").value = model.model;
+    keep();
+    offer(names);
   }
 }
 
@@ -85,7 +105,7 @@ window.addEventListener("hashchange", look);
 window.addEventListener("popstate", look);
 at("key-form").addEventListener("submit", (event) => { event.preventDefault(); useKey(at("key").value); load(); });
 at("show-options").addEventListener("click", () => at("options").showModal());
-at("options").addEventListener("close", () => { keep(); fill(); at("ask").focus(); });
+at("options").addEventListener("close", () => { keep(); fill(); change(); at("ask").focus(); });
 at("page-language").replaceChildren(...Object.entries(STRINGS).map(([name, own]) => make("option", { value: name, lang: name }, own.language)));
 at("page-language").value = language();
 at("page-language").addEventListener("change", () => {

@@ -15,6 +15,11 @@ function kept() {
   }
 }
 
+/* What is kept under a name, such as the model. */
+export function remembered(name) {
+  return kept()[name];
+}
+
 /* Puts what is kept into the fields, as far as they have it. */
 export function fill() {
   const held = kept();

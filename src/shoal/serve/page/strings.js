@@ -5,7 +5,7 @@ const KEPT = "shoal.language";
 export const STRINGS = {
   en: {
     language: "English",
-    views: "Views", chat: "Chat", compare: "Compare", api_key: "API key", use_it: "Use it", layers: "{model} · {count} layers",
+    views: "Views", chat: "Chat", compare: "Compare", api_key: "API key", use_it: "Use it", layers: "{model} · {count} layers", loading: "{model} is being loaded …",
     conversations: "Conversations", new_chat: "New chat", show_list: "Conversations", none_yet: "Conversations stay in this browser.",
     remove: "Delete", remove_this: "Delete “{title}”", really_remove: "Delete “{title}”? It cannot be brought back.",
     export: "Export", settings: "Settings", message: "Message", ask_anything: "Ask anything", send: "Send", stop: "Stop",
@@ -62,7 +62,7 @@ export const STRINGS = {
   },
   de: {
     language: "Deutsch",
-    views: "Ansichten", chat: "Chat", compare: "Vergleich", api_key: "API-Schlüssel", use_it: "Verwenden", layers: "{model} · {count} Schichten",
+    views: "Ansichten", chat: "Chat", compare: "Vergleich", api_key: "API-Schlüssel", use_it: "Verwenden", layers: "{model} · {count} Schichten", loading: "{model} wird geladen …",
     conversations: "Gespräche", new_chat: "Neues Gespräch", show_list: "Gespräche", none_yet: "Gespräche bleiben in diesem Browser.",
     remove: "Löschen", remove_this: "„{title}“ löschen", really_remove: "„{title}“ löschen? Das lässt sich nicht rückgängig machen.",
     export: "Exportieren", settings: "Einstellungen", message: "Nachricht", ask_anything: "Frag etwas", send: "Senden", stop: "Anhalten",

@@ -294,6 +294,7 @@ class PlanBody(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
+    model: str | None = None
     method: str | list[Any] | None = None
     method_args: dict[str, Any] = Field(default_factory=dict)
     max_tokens: int = Field(default=64, ge=1, le=1 << 20)

@@ -131,7 +131,7 @@ OF_PEERS: dict[str, Unread] = {
     # how a request is carried
     "cache_prompt": Ignored("prompts are cached by their beginnings, and answers are the same", (True,)),
     "n_cache_reuse": Ignored("the cache matches prompts by their beginnings only", (0,)),
-    "keep_alive": Ignored("the model stays in memory"),
+    "keep_alive": Ignored("the one model stays in memory; with several it is honoured"),
     "priority": Ignored(_ROUTED, (0,)),
     "id_slot": Ignored(_ROUTED, (-1,)),
     **dict.fromkeys(("request_id", "rid"), Ignored("the header `x-request-id` is taken and returned")),

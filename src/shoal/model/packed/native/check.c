@@ -122,6 +122,8 @@ int shoal_check(const ShoalModel *m, const ShoalBatch *b, char *message, int siz
         if (!WITHIN(b->wanted[i], 0, b->tokens - 1)) REFUSE("wanted[%d] is %d; it must be in [0, %d]", i, b->wanted[i], b->tokens - 1);
     for (int i = 0; b->taps && i <= b->active_count; i++)
         if (!WITHIN(b->tapped[i], -1, b->tap_count - 1)) REFUSE("tapped[%d] is %d; it must be in [-1, %d]", i, b->tapped[i], b->tap_count - 1);
+    if (b->aside && !WITHIN(b->leaves_at, 0, b->active_count))
+        REFUSE("a thread leaves before layer %d of those that run; it must be in [0, %d]", b->leaves_at, b->active_count);
     if (b->beside && m->num_layers > 1) REFUSE("what is added beside is for models of one layer, not of %d", m->num_layers);
     if (b->groups && m->experts) REFUSE("groups of neurons are for models without experts");
     if (check_spans(m, b, message, size)) return 1;
@@ -148,6 +150,7 @@ static int check_chain(const ShoalModel *m, const ShoalBatch *b, const ShoalChai
 }
 
 int shoal_check_chains(const ShoalModel *m, const ShoalBatch *b, const ShoalChain *c, char *message, int size) {
+    if (b->aside) REFUSE("no thread leaves while guesses or steps follow one another");
     if (m->layer_input) REFUSE("guesses do not go on in models whose layers have inputs of their own");
     if (m->inputs) REFUSE("guesses do not go on in models with recurrences");
     if (b->own || b->active || b->start || b->select || b->groups)
@@ -158,6 +161,7 @@ int shoal_check_chains(const ShoalModel *m, const ShoalBatch *b, const ShoalChai
 }
 
 int shoal_check_steps(const ShoalModel *m, const ShoalBatch *b, const ShoalSteps *s, char *message, int size) {
+    if (b->aside) REFUSE("no thread leaves while guesses or steps follow one another");
     if (s->most < 1) REFUSE("%d steps were asked for; there must be at least 1", s->most);
     if (m->inputs && s->most > 1) REFUSE("a model with recurrences takes one step at a time, since each must be committed before the next");
     if (!b->argmax || b->active || b->select || b->choices || b->vectors || b->groups || b->taps)

@@ -179,11 +179,23 @@ static double seconds(clockid_t clock) {
     return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
 }
 
+/* Whether this thread has left the others before layer number `entry` of the batch, for what is to be done aside. */
+static int leaves(Worker *w, int entry) {
+    const ShoalBatch *b = w->run->b;
+    if (!b->aside || entry != b->leaves_at || w->threads < 2) return 0;
+    meet_and_part(&w->run->team, w->id, --w->threads);
+    if (w->id == 0) w->run->parted = seconds(CLOCK_MONOTONIC);
+    if (w->id < w->threads) return 0;
+    b->aside();
+    return 1;
+}
+
 static void run_layers(Worker *w) {
     for (int entry = 0; entry < w->run->b->active_count; entry++) {
         const ShoalModel *m = w->run->m;
         const ShoalLayer *layer = m->layers + w->run->b->layers[entry];
         copy_states(w, entry);
+        if (leaves(w, entry)) return;
         if (m->parallel) hold_states(w);
         if (m->streams) {
             predict_streams(w, entry);
@@ -201,6 +213,7 @@ static void run_layers(Worker *w) {
         if (layer->input_gate.rows) run_layer_input(w, entry);
     }
     copy_states(w, w->run->b->active_count);
+    if (leaves(w, w->run->b->active_count)) return;
     run_head(w);
 }
 
@@ -222,27 +235,29 @@ static void run_chains(Worker *w, const ShoalChain *c, Chains *all) {
     }
 }
 
-/* Returns how many processors the threads had: their number, or less if the machine was busy. */
+/* Returns how many processors the threads had: their number, or less if the machine was busy. Threads that part do not end together,
+   so then each counts by its own time. */
 static double run_team(Run *r, char *scratch, int threads, const ShoalChain *c) {
     lay_out(r, scratch, threads);
     const double start = seconds(CLOCK_MONOTONIC);
-    double worked = 0;
+    double had = 0;
     Chains all;
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp single
         r->team.threads = omp_get_num_threads();
-        const double begun = seconds(CLOCK_THREAD_CPUTIME_ID);
+        const double begun = seconds(CLOCK_THREAD_CPUTIME_ID), since = seconds(CLOCK_MONOTONIC);
         const Squares found = found_squares();
         Worker w = worker_of(r, omp_get_thread_num(), r->team.threads);
         if (c) run_chains(&w, c, &all);
         else run_tokens(&w);
         leave_squares(&found);
-        const double spent = seconds(CLOCK_THREAD_CPUTIME_ID) - begun;
+        const double now = seconds(CLOCK_MONOTONIC), spent = seconds(CLOCK_THREAD_CPUTIME_ID) - begun;
+        if (w.id == 0 && r->b->aside) *r->b->others = r->parted ? now - r->parted : 0;
 #pragma omp atomic
-        worked += spent;
+        had += r->b->aside ? spent / (now - since) : spent;
     }
-    return worked / (seconds(CLOCK_MONOTONIC) - start);
+    return r->b->aside ? had : had / (seconds(CLOCK_MONOTONIC) - start);
 }
 
 enum { DONE, REFUSED, NO_ROOM };

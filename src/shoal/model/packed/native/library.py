@@ -151,7 +151,7 @@ class Own(ctypes.Structure):
     ]
 
 
-SELECT = ctypes.CFUNCTYPE(None, c_int32)
+SELECT, ASIDE = ctypes.CFUNCTYPE(None, c_int32), ctypes.CFUNCTYPE(None)
 
 
 class ChoiceStruct(ctypes.Structure):
@@ -186,7 +186,8 @@ class BatchStruct(ctypes.Structure):
         ("select", SELECT), ("slots", c_void_p), ("counts", c_void_p), ("apart", c_void_p), ("choices", c_void_p),
         ("taps", c_void_p), ("tapped", c_void_p), ("vectors", c_void_p), ("beside", c_void_p), ("experts", c_void_p),
         ("groups", c_void_p), ("expert_count", c_int32), ("tap_count", c_int32), ("span_count", c_int32),
-        ("spans", c_void_p), ("states", c_void_p), ("inputs", c_void_p),
+        ("spans", c_void_p), ("states", c_void_p), ("inputs", c_void_p), ("aside", ASIDE), ("others", c_void_p),
+        ("leaves_at", c_int32),
     ]
 
 

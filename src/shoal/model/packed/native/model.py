@@ -25,6 +25,7 @@ from shoal.model.layers.mamba import SelectiveScan
 from shoal.model.layers.mixer import Mixer
 from shoal.model.packed.linear import Linear, parts_of
 from shoal.model.packed.mixers import Projection
+from shoal.model.packed.native.aside import Aside
 from shoal.model.packed.native.batch import ChoicesAtWork, KVBinding, NativeBatch, OwnSlots, SlotChoice, address
 from shoal.model.packed.native.chain import ChainWish, NativeChain, Path
 from shoal.model.packed.native.foresight import Foresight
@@ -174,7 +175,7 @@ class NativeModel:
         self._failed: dict[int, int] = {}  # how many were, when bounds let too much through last, and never less since
         self.head_read, self.bounds = 0, True
         self.foresight: Foresight | None = None
-        self._asking: int | None = None  # the thread whose forward calls `choose`
+        self._inside: set[int] = set()  # threads that run Python within the forward in progress
 
     def turn(self, cos: Tensor, sin: Tensor) -> None:
         """Take other rotary tables, for more positions."""
@@ -215,7 +216,7 @@ class NativeModel:
         choose: Choose | None = None, choices: Sequence[SlotChoice | None] | None = None,
         vectors: Tensor | None = None, argmax: array[int] | None = None,
         experts: tuple[ExpertMLPs, Sequence[Sequence[int]]] | None = None, spans: Spans | None = None,
-        beside: Tensor | None = None, tapped: Sequence[int] | None = None,
+        beside: Tensor | None = None, tapped: Sequence[int] | None = None, aside: Aside | None = None,
     ) -> Tensor:
         """Run a batch, and write its keys and values to their slots of the cache; returns logits, float32 [wanted, V].
 
@@ -238,14 +239,13 @@ class NativeModel:
             spans: the states of recurrences; None if the model has none.
             beside: float32 [tokens, rows of the fused projection], added to queries, keys and values before they are
                 normed and rotated; only for a model of one layer.
+            aside: what one of several threads does meanwhile. It is left undone where there is one thread, or threads
+                of another forward have parted. It must not run a forward of this model. What it raises is raised here.
 
         Raises:
             ValueError: an index of the batch, when nothing was changed, or what `choose` returned is out of range.
-            RuntimeError: `choose` ran a forward of this model.
+            RuntimeError: `choose` or `aside` ran a forward of this model.
         """
-        if self._asking == threading.get_ident():
-            raise RuntimeError("what chooses the slots of a forward ran another one of the same model, which would "
-                               "wait for the first to end; run it before or after")
         struct = batch.struct(self.num_layers, kv)
         if taps is not None:
             self._put_taps(struct, taps, tapped)
@@ -259,11 +259,22 @@ class NativeModel:
             spans.put_into(struct)
         asked = None if choose is None else _Asked(choose, batch, struct, self.shape)
         at_work = None if choices is None else ChoicesAtWork(choices, struct, self.shape.heads, self.shape.kv_heads)
-        logits = self.run(struct, argmax, threads, asked)
+        logits = self._parting(aside, struct, lambda: self.run(struct, argmax, threads, asked))
         del at_work
-        if asked is not None and asked.error is not None:
-            raise asked.error
+        for one in (asked, aside):
+            if one is not None and one.error is not None:
+                raise one.error
         return logits
+
+    def _parting(self, aside: Aside | None, struct: BatchStruct, run: Callable[[], Tensor]) -> Tensor:
+        """Run a batch, and let a thread leave it if one may."""
+        if aside is None or not MACHINE.parting.acquire(blocking=False):
+            return run()
+        try:
+            aside.put_into(struct, self._inside)
+            return run()
+        finally:
+            MACHINE.parting.release()
 
     def _put_taps(self, struct: BatchStruct, taps: Tensor, tapped: Sequence[int] | None) -> None:
         """Where the states go; see `forward`."""
@@ -384,9 +395,13 @@ class NativeModel:
         count = MACHINE.choose() if threads is None else min(threads, MAX_THREADS)
         given = self._model, *structs, None if logits is None else logits.data_ptr()
         told = self._had, self._message, _MESSAGE_BYTES
+        if threading.get_ident() in self._inside:
+            raise RuntimeError("what runs within a forward ran another one of the same model, which would wait for the "
+                               "first to end; run it before or after")
         with self._lock:
             start = time.perf_counter()
-            self._asking = None if asked is None else threading.get_ident()
+            if asked is not None:
+                self._inside.add(threading.get_ident())
             try:
                 found = function(*given, *self._room, count, *told)
                 if found == NO_ROOM:
@@ -395,7 +410,7 @@ class NativeModel:
                     self._room = self._scratch.data_ptr(), self._scratch.numel()
                     found = function(*given, *self._room, count, *told)
             finally:
-                self._asking = None
+                self._inside.clear()
             if found == REFUSED:
                 raise ValueError(self._message.value.decode())
             if threads is None and asked is None:  # during `choose` threads wait, which is no sign of other work

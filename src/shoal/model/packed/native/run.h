@@ -70,6 +70,7 @@ typedef struct {
     int guessed_in;  /* 1 + the number in `layers` of the layer whose experts are guessed; or 0 */
     uint8_t guessed[MAX_EXPERTS];
     float lowest[MAX_THREADS][TILE_TOKENS]; /* each thread's lower bound of the largest logit, see likeliest.h */
+    double parted; /* when a thread left the others, see ShoalBatch.aside; 0 if none has */
     Team team;
 } Run;
 

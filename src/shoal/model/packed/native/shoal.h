@@ -295,6 +295,10 @@ typedef struct {
     float *const *states;      /* [active_count][span_count][2]: a recurrence's state before a span, NULL for the first one of a text,
                                   and where the state after it goes; both NULL in layers without one */
     float *const *inputs;      /* [active_count]: gets the inputs of a recurrence, [tokens] lines of whole vectors; or NULL */
+    void (*aside)(void);       /* called once all taps up to a layer are there, by one thread of several, which leaves the others; the
+                                  forward ends when both have. NULL: all go on together */
+    double *others;            /* with `aside`: gets the seconds that the others went on for; 0 if nobody left */
+    int32_t leaves_at;         /* before which running layer it leaves; active_count: before the head */
 } ShoalBatch;
 
 /* Guesses that a model appends to the wanted tokens of a batch, one after the other, by argmax or drawn. Vectors take the place of

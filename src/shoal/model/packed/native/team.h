@@ -27,12 +27,14 @@ typedef struct {
     Share shares[MAX_THREADS];
 } Team;
 
-/* A barrier of our own, since libgomp's touches more cache lines. */
-INLINE void meet(Team *team, int id) {
+/* A barrier of our own, since libgomp's touches more cache lines. After it only the first `left` threads go on. */
+INLINE void meet_and_part(Team *team, int id, int left) {
     const int turn = atomic_load_explicit(&team->turn, memory_order_relaxed);
+    const int threads = team->threads; /* before this thread arrives, since the last one may change it */
     for (int i = 0; i < QUEUES; i++) /* of the phase before, which all threads have left */
         atomic_store_explicit(&team->shares[id].taken[(turn + 1) & 1][i], 0, memory_order_relaxed);
-    if (atomic_fetch_add_explicit(&team->arrived, 1, memory_order_acq_rel) == team->threads - 1) {
+    if (atomic_fetch_add_explicit(&team->arrived, 1, memory_order_acq_rel) == threads - 1) {
+        team->threads = left;
         atomic_store_explicit(&team->arrived, 0, memory_order_relaxed);
         atomic_store_explicit(&team->turn, turn + 1, memory_order_release);
         return;
@@ -42,6 +44,8 @@ INLINE void meet(Team *team, int id) {
         else sched_yield();
     }
 }
+
+INLINE void meet(Team *team, int id) { meet_and_part(team, id, team->threads); }
 
 /* The share of thread `id` of `threads` in `count` equal pieces of work. */
 INLINE int share(int count, int id, int threads) { return (int)((int64_t)count * id / threads); }

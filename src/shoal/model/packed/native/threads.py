@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -30,6 +32,12 @@ def idle_seconds() -> float | None:
         return None
 
 
+class _Here(threading.local):
+    """What holds for the calling thread."""
+
+    alone = False
+
+
 class ThreadCount:
     """Adapts the number of threads to the load of the machine.
 
@@ -43,12 +51,16 @@ class ThreadCount:
 
     Attributes:
         fixed: a fixed number of threads, for measurements; None to adapt.
+        parting: held by a forward whose threads part. There is one at a time: others have no thread to spare, and two
+            that wait for each other's models would wait for ever.
     """
 
     def __init__(
         self, clock: Callable[[], float] = time.monotonic, idle: Callable[[], float | None] = idle_seconds
     ) -> None:
         self.fixed: int | None = None
+        self.parting = threading.Lock()
+        self._here = _Here()
         self._clock, self._idle = clock, idle
         self._count = self._most = 0
         self._wall = self._had = 0.0
@@ -58,6 +70,8 @@ class ThreadCount:
 
     def choose(self, most: int | None = None) -> int:
         """Threads for the next forward, 1 to `most`; None stands for torch's number of threads."""
+        if self._here.alone:
+            return 1
         most = min(torch.get_num_threads() if most is None else most, MAX_THREADS)
         if self.fixed is not None:
             return min(self.fixed, MAX_THREADS)
@@ -67,6 +81,15 @@ class ThreadCount:
         elif self._fewer_since is not None and self._count < most and self._has_room(*self._fewer_since):
             self._set(most)
         return self._count
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Within it the calling thread's forwards have that thread alone, which says nothing about the machine."""
+        before, self._here.alone = self._here.alone, True
+        try:
+            yield
+        finally:
+            self._here.alone = before
 
     def _has_room(self, since: float, idle_then: float | None) -> bool:
         """Whether a trial is due and enough processors were idle since the last one."""
@@ -81,6 +104,8 @@ class ThreadCount:
 
     def note(self, processors: float, seconds: float) -> None:
         """Record how many processors the threads of a forward had, and its seconds."""
+        if self._here.alone:
+            return
         self._wall += seconds
         self._had += processors * seconds
         if self._wall < WINDOW:

@@ -1,0 +1,49 @@
+"""From the documentation of langchain-anthropic: calls, streams, tools, structured output."""
+
+import json
+from functools import reduce
+from operator import add
+
+from langchain_anthropic import ChatAnthropic
+from langchain_core.messages import HumanMessage
+from langchain_core.tools import tool
+from pydantic import BaseModel
+
+llm = ChatAnthropic(model="local", temperature=0, max_tokens=200, max_retries=0)
+
+
+class Person(BaseModel):
+    name: str
+    age: int
+
+
+class Family(BaseModel):
+    """The members of a family."""
+
+    parents: list[Person]
+    child: Person
+
+
+@tool
+def multiply(a: int, b: int) -> int:
+    """Multiply a and b."""
+    return a * b
+
+
+text = "Ann is 40, Bob is 41, and their child Cid is 9. Answer with a JSON object of parents and child, " \
+       "each of them with name and age."
+messages = [HumanMessage("What is 1234 times 5678?")]
+messages.append(llm.bind_tools([multiply]).invoke(messages))
+messages += [multiply.invoke(call) for call in messages[-1].tool_calls]
+told = [("system", "You are a helpful assistant that translates English to French. Translate the user sentence."),
+        ("human", "I love programming.")]
+said = llm.invoke("Say hello")
+print(json.dumps({
+    "translated": llm.invoke(told).content, "said": said.content, "usage": dict(said.usage_metadata),
+    "streamed": "".join(chunk.text for chunk in llm.stream("Say hello")),
+    "families": [llm.with_structured_output(Family, method=method).invoke(text).model_dump()
+                 for method in ("json_schema", "function_calling")],
+    "product": messages[-1].content, "answered": llm.bind_tools([multiply]).invoke(messages).text,
+    "forced": llm.bind_tools([multiply], tool_choice="multiply").invoke("3 and 4").tool_calls[0]["args"],
+    "streamed_call": reduce(add, llm.bind_tools([multiply]).stream("What is 3 times 4?")).tool_calls[0]["args"],
+}))
