@@ -61,14 +61,18 @@ class Oracle:
         count = self._api.llama_vocab_n_tokens(self._words)
         return {token for token in range(count) if self._api.llama_vocab_is_eog(self._words, token)}
 
-    def logits(self, ids: Sequence[int]) -> Tensor:
-        """Float32 [len(ids), V]."""
+    def logits(self, ids: Sequence[int], adapter: tuple[str, float] | None = None) -> Tensor:
+        """Float32 [len(ids), V]; `adapter`: path and scale of a LoRA adapter's file."""
         options = self._api.llama_context_default_params()
         options.n_ctx = options.n_batch = options.n_ubatch = max(32, len(ids))
         options.n_threads = options.n_threads_batch = 1
         options.flash_attn_type = 0
         options.type_k = options.type_v = 0  # float32
         context = self._api.llama_init_from_model(self._model, options)
+        if adapter is not None:
+            found = self._api.llama_adapter_lora_init(self._model, adapter[0].encode())
+            assert found, f"llama.cpp does not load {adapter[0]}"
+            self._adapt(context, found, adapter[1])
         batch = self._api.llama_batch_init(len(ids), 0, 1)
         batch.n_tokens = len(ids)
         for place, token in enumerate(ids):
@@ -81,6 +85,14 @@ class Oracle:
         self._api.llama_batch_free(batch)
         self._api.llama_free(context)
         return torch.from_numpy(numpy.stack(found))
+
+    def _adapt(self, context: Any, adapter: Any, scale: float) -> None:
+        """Apply an adapter, by the function that the release has."""
+        if hasattr(self._api, "llama_set_adapter_lora"):
+            assert self._api.llama_set_adapter_lora(context, adapter, scale) == 0
+            return
+        adapters, scales = (type(adapter) * 1)(adapter), (ctypes.c_float * 1)(scale)
+        assert self._api.llama_set_adapters_lora(context, adapters, 1, scales) == 0
 
     def close(self) -> None:
         """Free the model."""

@@ -34,7 +34,7 @@ VAGUE = ("words",)
 CONFIGS = ("vocab_size",)
 """Names that components share with transformers' configs, which are looked up."""
 
-MOST_CORE_LINES = 53_070
+MOST_CORE_LINES = 54_010
 """2,680: recurrent layers; 990: experts; 330: plain steps; 410: prefixes in place; 610: SambaY; 730: latent attention,
 channel-wise gates of two matrices and lightning attention, seven model types, their GGUF files and published names;
 560: all GGUF types, models in parts, gpt-oss; 40: orders and cards by kind of layer; 530: safetensors in the numbers
@@ -60,8 +60,9 @@ architectures of GGUF files; 140: experts read ahead of a file beyond memory, me
 1,660: Anthropic's messages; thoughts; Ollama's routes; vectors and rerankers; gaps; a page of routes;
 150: a thread that leaves a forward for other work; 930: help by usual options, a chat's files, models and messages of
 several lines, tools of MCP servers; 1,430: several models in one server: names, loads and unloads, a budget of
-memory, turns, pulls by request."""
-MOST_CORE_FILES = 333  # 20: recurrent; 4: experts; 4: SambaY; 3: latent; 8: GGUF; 6: classics; 19: drafts; 11: hub;
+memory, turns, pulls by request; 950: adapters of low rank: peft's folders and GGUF files, on kernels, packed layers
+and modules."""
+MOST_CORE_FILES = 342  # 20: recurrent; 4: experts; 4: SambaY; 3: latent; 8: GGUF; 6: classics; 19: drafts; 11: hub;
 # 9: what clients speak; 1: threads that part
 MOST_LAB_LINES = 42_660
 """Of the package, benchmarks and tools. 392 more: plan and members; 127: two checkouts; 350: hybrids, prefixes; 620:
@@ -75,7 +76,7 @@ blocks; 10: files with random weights beyond memory; 100: drafts made beside the
 clone; 15: the usual options of commands; 130: a soak of several models; 220: prompts of
 all kinds, training that goes on from a part, guesses kept by place."""
 MOST_IN_FOLDER = 20
-MOST_CLASSES = 76  # each kind of part and of cache layer is a class, with its defaults; protocols keep circles out
+MOST_CLASSES = 80  # each kind of part and of cache layer is a class, with its defaults; 4: of adapters; protocols
 """Classes and protocols in the modules that the decoding loop imports, however indirectly."""
 MOST_DOC_PAGES, MOST_DOC_WORDS = 15, 30_000
 REFERENCE = ("api", "comparison", "generation_config", "methods", "reference_server", "supported_models")

@@ -67,6 +67,7 @@ def test_options_that_make_no_sense(
     [
         (["--model", "{tiny}", "--served-model-name", "t"], "give --alias NAME=MODEL"),
         (["--model", "{other}", "--replicas", "2"], "--replicas is 2 with several models"),
+        (["--model", "{other}", "--lora", "a=adapter"], "--lora is for one model"),
         (["--model", "{other}"], "would stand for both"),
         (["--alias", "x={tiny}", "--alias", "x=org/other"], "the name 'x' would stand for both"),
         (["--alias", "x=org/none", "--alias", "x=org/other"], "would stand for both org/none and org/other"),

@@ -213,7 +213,7 @@ def test_a_transform_hides_nothing(tmp_path: Path) -> None:
 
 def test_an_adapter_is_not_left_out(tmp_path: Path) -> None:
     (folder(tmp_path) / "adapter_config.json").write_text("{}", encoding="utf-8")
-    with pytest.raises(Unsupported, match="adapter.*Merge it into its model"):
+    with pytest.raises(Unsupported, match="adapter.*by --lora"):
         loads(tmp_path, "auto")
 
 

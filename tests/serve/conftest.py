@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 
 from browser import browser
+from cli_fixtures import tiny_folder
+
+__all__ = ["driver", "tiny_folder"]
 
 
 @pytest.fixture(scope="module")

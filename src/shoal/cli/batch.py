@@ -40,7 +40,7 @@ def add_arguments(parser: Parser) -> None:
     sampling = common.add_sampling(parser, greedy=True)
     sampling.add_argument("--logprobs", metavar="N", type=int, help="log-probabilities and N alternatives")
     common.add_constraint(sampling)
-    common.add_model(parser)
+    common.add_adapter(common.add_model(parser))
     scheduling = common.add_scheduling(parser)
     scheduling.add_argument("--ray", metavar="N", type=int, help="share the lines among N processes, each with its own "
                             "model; needs the extra ray")
@@ -114,6 +114,8 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
     options = _defaults(args)
     if "constraint" in options:
         options["constraint"] = {type(options["constraint"]).__name__: options["constraint"].text}
+    if args.lora:  # absent otherwise, so that jobs that were begun before there were adapters go on
+        model["lora"] = [f"{wish.path}:{wish.scale}" for wish in args.lora]
     return {"model": {**model, "dtype": args.dtype, "backend": args.backend, "quant": args.quant}, "option": options}
 
 

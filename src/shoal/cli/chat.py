@@ -69,7 +69,7 @@ def add_arguments(parser: Parser) -> None:
     common.add_method(parser, default="auto")
     common.add_sampling(parser)
     parser.set_defaults(max_new_tokens=1024)
-    common.add_model(parser)
+    common.add_adapter(common.add_model(parser))
     add_color(parser)
     parser.add_argument("--quiet", action="store_true", help="no line of figures, whatever --stats says")
     tools = parser.add_argument_group("tools")

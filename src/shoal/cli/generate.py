@@ -41,7 +41,7 @@ def add_arguments(parser: Parser) -> None:
     sampling = common.add_sampling(parser)
     sampling.add_argument("--logprobs", metavar="N", type=int, help="with --json: log-probabilities and N alternatives")
     common.add_constraint(sampling)
-    common.add_model(parser)
+    common.add_adapter(common.add_model(parser))
     common.add_memory(parser)
     parser.add_argument("--tensor-parallel", action="store_true", help="split the model between the processes that "
                         "torchrun has started; the first one prints")

@@ -29,6 +29,7 @@ EXAMPLES = """examples:
   shoal serve --model path/to/model --memory 2GiB
   shoal serve --model qwen3:4b --model gemma3:4b --memory 8GiB --keep-alive 10m
   shoal serve --models path/to/models --alias fast=path/to/models/small.gguf
+  shoal serve --model path/to/model --lora sql=path/to/adapter --lora tone=path/to/adapter.gguf:0.5
 """
 _SETTINGS = ("method", "default_max_tokens", "max_tokens", "max_n", "max_body", "grace", "log_prompts", "strict",
              "stall", "members_folder")
@@ -38,7 +39,7 @@ _SETTINGS = ("method", "default_max_tokens", "max_tokens", "max_n", "max_body", 
 def add_arguments(parser: Parser) -> None:
     """Declare the options."""
     common.add_method(parser, default="auto")
-    common.add_model(parser, several=True)
+    common.add_adapter(common.add_model(parser, several=True), several=True)
     serving.add_models(parser)
     parser.add_argument("--memory", metavar="SIZE", help="most that the process may take, such as 2GiB; a request that "
                         "would not fit waits, one that never can is refused")
@@ -136,7 +137,10 @@ def _parts(args: argparse.Namespace, settings: Settings) -> tuple[Scheduler, Set
     engine = common.load_engine(args, chats=True)
     serving.check_branches(args, engine, args.method)
     name = args.served_model_name or Path(engine.model_name).name or settings.model_name
-    return common.make_scheduler(args, engine, max_waiting=args.max_waiting), replace(settings, model_name=name)
+    if name in engine.adapters:
+        raise ValueError(f"an adapter and the model are both named {name!r}; write --lora NAME=PATH with another name")
+    settings = replace(settings, model_name=name, adapters=tuple(engine.adapters))
+    return common.make_scheduler(args, engine, max_waiting=args.max_waiting), settings
 
 
 def _settings(args: argparse.Namespace) -> Settings:

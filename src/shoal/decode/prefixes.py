@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from shoal.heap import give_back
 from shoal.model.kv.cache import KVCache, SequenceCopy, copy_in, look, usable
+from shoal.model.lora.adapter import FittedAdapter
 from shoal.model.state.layer import State, state_bytes
 
 _GRID = 512
@@ -20,6 +21,10 @@ _GRID = 512
 
 _HOLES = 2**26
 """Memory is returned after this many kept bytes, or a quarter of the limit: returning it takes milliseconds."""
+
+
+_Tenant = tuple[str, FittedAdapter | None]
+"""A salt, and the adapter with which the KV was made."""
 
 
 @dataclass(slots=True, eq=False)
@@ -33,7 +38,9 @@ class _Node:
 
 
 class Prefixes:
-    """Keeps the most recently used texts, up to `limit` bytes; 0 keeps nothing. Texts of one salt see no other's.
+    """Keeps the most recently used texts, up to `limit` bytes; 0 keeps nothing.
+
+    Texts of one salt see no other's, and those of one adapter, or of none, no other's either.
 
     Attributes:
         limit: most bytes.
@@ -42,7 +49,7 @@ class Prefixes:
 
     def __init__(self, limit: int) -> None:
         self.limit, self.bytes, self._since = limit, 0, 0
-        self._roots: dict[str, _Node] = {}
+        self._roots: dict[_Tenant, _Node] = {}
         self._order: OrderedDict[_Node, None] = OrderedDict()
         """All nodes but roots by their last use; a node comes after its children."""
 
@@ -55,7 +62,7 @@ class Prefixes:
             How many positions it was given, 0 for none; and how many tokens are known, which is more where recurrent
             layers have no state of that length, or a window has moved on.
         """
-        path, known = self._find(prompt, salt)
+        path, known = self._find(prompt, (salt, cache.adapters[seq]))
         known = min(known, len(prompt) - 1)
         pieces = [node.piece for node in path]
         length = usable(pieces, known) if path else 0
@@ -70,8 +77,8 @@ class Prefixes:
         """Keep a copy of what a sequence has stored and is not kept yet; `tokens` are at least those it stores."""
         if not self.limit:
             return
-        own = list(tokens[: cache.first_shallow(seq)])
-        path, known = self._find(own, salt)
+        own, tenant = list(tokens[: cache.first_shallow(seq)]), (salt, cache.adapters[seq])
+        path, known = self._find(own, tenant)
         seen = look(cache, seq, known)
         if seen is None:
             return
@@ -85,7 +92,7 @@ class Prefixes:
         for node, lost in zip(path, states, strict=True):
             self._add(node, lost)
         if known < seen.last:
-            parent = path[-1] if path else self._roots.setdefault(salt, _Node([], SequenceCopy((), 0, 0), None))
+            parent = path[-1] if path else self._roots.setdefault(tenant, _Node([], SequenceCopy((), 0, 0), None))
             self._attach(_Node(own[known:], new.copied(), parent))
             self._touch(path)
 
@@ -94,9 +101,9 @@ class Prefixes:
         self._roots, self.bytes = {}, 0
         self._order.clear()
 
-    def _find(self, tokens: Sequence[int], salt: str) -> tuple[list[_Node], int]:
+    def _find(self, tokens: Sequence[int], tenant: _Tenant) -> tuple[list[_Node], int]:
         """The nodes that tokens begin with, of which the last one may go on otherwise, and how many tokens that are."""
-        path, node, at = list[_Node](), self._roots.get(salt), 0
+        path, node, at = list[_Node](), self._roots.get(tenant), 0
         while node is not None and at < len(tokens) and (child := node.children.get(tokens[at])) is not None:
             same = common(child.tokens, tokens[at : at + len(child.tokens)])
             path.append(child)
@@ -160,7 +167,7 @@ class Prefixes:
         assert leaf.parent is not None and not leaf.children
         del leaf.parent.children[leaf.tokens[0]], self._order[leaf]
         if not leaf.parent.children and leaf.parent not in self._order:
-            self._roots = {salt: root for salt, root in self._roots.items() if root.children}
+            self._roots = {tenant: root for tenant, root in self._roots.items() if root.children}
         self.bytes -= leaf.piece.bytes
 
 

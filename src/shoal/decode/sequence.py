@@ -14,6 +14,7 @@ from shoal.decode.sampling import Allowed, LogitsProcessor
 from shoal.decode.text.stop import StopState
 from shoal.depth.plan import DepthPlan
 from shoal.model.kv.cache import KVBytes
+from shoal.model.lora.adapter import FittedAdapter
 from shoal.types import Alternative, FinishReason, Sampling, Step, TokenLogprob
 
 _MATCH = Match()
@@ -36,6 +37,7 @@ class SequenceState:
         known: prompt tokens that were known, of which fewer may be `cached`, see `shoal.decode.prefixes`.
         marks: lengths of the prompt after which recurrent layers keep a state.
         salt: of the request; what is kept of one salt serves no other.
+        adapter: what runs beside the model on its tokens, or None.
         root: in a search, the sequence of which this one is a branch; else None.
         until: emitted tokens after which a branch rests; None for as many as its stop rules allow.
         held: whether a branch stays in the cache after its end.
@@ -68,6 +70,7 @@ class SequenceState:
     known: int = 0
     marks: Sequence[int] = ()
     salt: str = ""
+    adapter: FittedAdapter | None = None
     bytes: KVBytes | None = None
     error: BaseException | None = None
     record: Callable[[Tensor, Tensor], None] | None = None

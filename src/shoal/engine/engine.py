@@ -25,6 +25,7 @@ from shoal.engine.cards import card as cards
 from shoal.engine.cards import fingerprint
 from shoal.engine.cards.card import Card
 from shoal.engine.constraints.constraint import Compiler
+from shoal.engine.loading.adapters import AdapterWish, name_of
 from shoal.engine.loading.companions import DraftModels, OpenModel, TrainedTensors
 from shoal.engine.loading.generation_config import processors
 from shoal.engine.loading.ranks import ALONE
@@ -35,10 +36,11 @@ from shoal.engine.request import Options, Prompt, Request, is_batch, prompt_ids
 from shoal.engine.scheduling.stream import Stream
 from shoal.engine.scheduling.turns import FairTurns
 from shoal.engine.session import Session
-from shoal.errors import OutOfMemory, stays_here
+from shoal.errors import OutOfMemory, Unsupported, stays_here
 from shoal.methods import make
 from shoal.methods.base import check_distances, check_order, lost_kind
 from shoal.model.kv.cache import KVCache
+from shoal.model.lora.adapter import FittedAdapter
 from shoal.model.mtp import MtpLayer
 from shoal.model.packed.source import Source
 from shoal.model.runner import ModelRunner
@@ -80,6 +82,8 @@ class Engine:
         limit: the memory that the process may take; what cannot fit is refused before it starts. None for any.
         sampling: what the model's makers recommend for `Sampling`, where they say so. Commands and servers draw by it;
             see `shoal.engine.loading.generation_config`.
+        adapters: what runs beside the model for requests that name it, by name; see `add_adapter`.
+        adapter: the one of them for requests that name none; "" for none.
         sampling_from: where that stands: "files", the address that the table of short names gives, or "" for nowhere.
         unpacked: why transformers' modules run, where Shoal's packed layers were wanted and do not fit; "" otherwise.
     """
@@ -102,6 +106,8 @@ class Engine:
         self._generation_processors = partial(processors, generation_rules or {}, device=runner.device)
         self.sampling: Mapping[str, float] = {}
         self.sampling_from = self.unpacked = ""
+        self.adapters: dict[str, FittedAdapter] = {}
+        self.adapter = ""
         self._turn: AbstractContextManager[bool] = threading.RLock()
         self._draft_models = None if open_model is None else DraftModels(self, open_model)
         self._tensors = TrainedTensors(runner.device)
@@ -178,6 +184,41 @@ class Engine:
         if self.changed is not None:
             return fingerprint.of_source(self.changed)
         return fingerprint.of_model(self.model, self.model_name)
+
+    def add_adapter(self, path: str, name: str | None = None, scale: float = 1.0) -> str:
+        """Load an adapter of low rank for requests that name it; the weights stay as they are.
+
+        Args:
+            path: peft's folder, or a GGUF file of llama.cpp.
+            name: its name; None for that of the folder or file.
+            scale: its strength, a factor beside its own.
+
+        Returns:
+            The name.
+
+        Raises:
+            ValueError: the files are missing or odd, those of another model, or the name is taken; nothing is added.
+            Unsupported: the adapter is more than products of low rank, or changes what Shoal adds nothing to.
+        """
+        wish = AdapterWish(path, name_of(path) if name is None else name, scale)
+        if wish.name in self.adapters:
+            raise ValueError(f"there are two adapters named {wish.name!r}; write NAME=PATH with another name for one")
+        if self.ranks.size > 1:
+            raise Unsupported("an adapter with tensor parallelism", "each process holds a slice of every matrix",
+                              "Use one process")
+        adapter = wish.load()
+        if self.limit is not None:
+            self.limit.check_weights(f"the adapter {wish.name!r}", adapter.nbytes)
+        with self._turn:
+            self.adapters[wish.name] = self.runner.fit(adapter)
+        return wish.name
+
+    def fitted_adapter(self, name: str | None) -> FittedAdapter | None:
+        """The adapter of a name; None for "", and where None names none; ValueError where there is none so named."""
+        name = self.adapter if name is None else name
+        if name and name not in self.adapters:
+            raise ValueError(f"there is no adapter {name!r}; the model has {', '.join(self.adapters) or 'none'}")
+        return self.adapters[name] if name else None
 
     @overload
     def generate(
@@ -283,7 +324,7 @@ class Engine:
         """
         recipe = recipe or self.recipe(request.method, request.max_new_tokens)
         self.ranks.check(recipe)
-        seed = self.ranks.agree(request.seed)
+        seed, adapter = self.ranks.agree(request.seed), self.fitted_adapter(request.adapter)
         rules = request.rules(self.eos_token_ids, self.runner.max_positions)
         stops = [StopState(rules, self.tokenizer, tokens) for tokens in ids]
         forbid = request.forbids(rules, self.tokenizer, self.runner.vocab_size)
@@ -294,7 +335,7 @@ class Engine:
             own = self._generation_processors(tokens, request.max_new_tokens)
             seqs.append(RunningSequence(
                 number=number, seq_id=number, tokens=list(tokens), prompt_length=len(tokens), stop=stop,
-                sampling=request.sampling, seed=seed, plan=recipe.plan, salt=request.cache_salt,
+                sampling=request.sampling, seed=seed, plan=recipe.plan, salt=request.cache_salt, adapter=adapter,
                 marks=places_of_states(tokens, self._special) if self.runner.state_bytes else (),
                 recipe=recipe if bound is None else replace(recipe, constraint=bound),
                 processors=(*own, *forbid(len(tokens)), *request.logits_processor)))

@@ -64,6 +64,7 @@ class Options(TypedDict, total=False):
     stopping_criteria: Sequence[Callable[..., Any]]
     constraint: Any
     cache_salt: str
+    adapter: str | None
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,8 @@ class Request:
             for each prompt. An answer that `max_new_tokens` ends is the beginning of such a text; under a schema this
             is rare.
         cache_salt: a scheduler lets this request use what it keeps of prompts with the same salt, and of no others.
+        adapter: the name of an adapter that `Engine.add_adapter` has added, which runs beside the model; "" for none,
+            None for the engine's own choice.
 
     Raises:
         Unsupported: a constraint beside ignore_eos.
@@ -109,6 +112,7 @@ class Request:
     stopping_criteria: tuple[Callable[..., Any], ...] = ()
     constraint: Constraint | Monitor | tuple[Constraint | Monitor | None, ...] | None = None
     cache_salt: str = ""
+    adapter: str | None = None
 
     def __post_init__(self) -> None:
         wanted = self.constraint if isinstance(self.constraint, tuple) else (self.constraint,)
@@ -139,6 +143,8 @@ class Request:
             given["constraint"] = tuple(map(constraint_of, wanted)) if several else constraint_of(wanted)
         if not isinstance(given.get("cache_salt", ""), str):
             raise ValueError(f"cache_salt is {given['cache_salt']!r}; it must be text")
+        if not isinstance(given.get("adapter", ""), str):
+            raise ValueError(f"adapter is {given['adapter']!r}; it must be an adapter's name")
         request = cls(sampling=Sampling(**sampled), **given)
         if request.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {request.max_new_tokens}; it must be at least 1")

@@ -21,6 +21,8 @@ from shoal.model.config import context_of, layers_of, shared_sources, windows_of
 from shoal.model.experts import Opened
 from shoal.model.kv.cache import KVCache
 from shoal.model.kv.layer import KVLayer
+from shoal.model.lora.adapter import Adapter, Fitting
+from shoal.model.lora.modules import ModuleAdapter, TokensAtWork, fitted
 from shoal.model.masks import Asker, mask, reads_apart, seq_mask
 from shoal.model.own_inputs import warmed
 from shoal.model.padding import alike
@@ -44,6 +46,7 @@ from shoal.model.runner import (
     SequenceChunk,
     SequenceView,
     Start,
+    adapters_of,
     check_readers,
     lay_vectors,
     opened_in,
@@ -63,6 +66,7 @@ class HFRunner(ModelRunner):
         prepacks: whether sequences of different lengths run together without padding.
         alone: whether each sequence runs by itself, for attention that derives positions from slots.
         singly: whether recurrent layers are given one token at a time, once they have a state.
+        at_work: the tokens of a layer's call that have adapters.
     """
 
     most_nodes: int | None = None
@@ -102,6 +106,14 @@ class HFRunner(ModelRunner):
         self.parts.layers[:] = [layer for layer, _ in each]
         self._warmed = {layer: queries for layer, (_, queries) in enumerate(each) if queries is not None}
         self._copies: dict[tuple[int, Part, bool], nn.Module] = {}
+        self.at_work = TokensAtWork()
+
+    @override
+    def fit(self, adapter: Adapter) -> ModuleAdapter:
+        heads = [size for _, size, _ in self.kv_sizes]
+        made = fitted(Fitting(adapter), list(adapter.parts), self.parts.layers, heads, self.at_work)
+        self._copies.clear()
+        return made
 
     @cached_property
     @override
@@ -290,8 +302,14 @@ class _Call:
 
     def __init__(self, runner: HFRunner, chunks: Sequence[SequenceChunk], cache: KVCache) -> None:
         self.runner, self.chunks, self.cache = runner, chunks, cache
+        self._adapters = adapters_of(chunks, cache) if cache.adapted else [None] * len(chunks)
         self.sizes = tuple(len(chunk.tokens) for chunk in chunks)
         self._memo: dict[Any, Any] = {}
+
+    def _adapt(self, tokens: Sequence[int]) -> None:
+        """Let the next call of a layer apply adapters to its tokens, of which these are the chunks."""
+        own = [self._adapters[index] for index in tokens] if any(self._adapters) else []
+        self.runner.at_work.begin(own, self.runner.device)
 
     def _shared(self, name: Any, piece: LayerWork, make: Callable[[], T]) -> T:
         """A table that layers with the same nodes share; made on first use."""
@@ -440,6 +458,7 @@ class _PaddedCall(_Call):
             arguments[name] = self._of(self._own, piece)[:, :, layer]
         if (name := self.runner.parts.calls[layer].shared) is not None:
             arguments[name] = _Shared(store, numbers, self._views(piece, store), hidden.dtype)
+        self._adapt([i for i in piece.chunks for _ in range(hidden.shape[1])])
         output = module(hidden, **arguments)
         return cast("Tensor", output[0] if isinstance(output, tuple) else output)
 
@@ -521,6 +540,7 @@ class _PrepackedCall(_Call):
         module, opened = self.runner.module(layer, piece.part, prepacked=True), opened_in(self.chunks, layer, piece)
         if opened is not None and piece.part != "attention":
             module = self.runner.mixing(module, layer, opened)
+        self._adapt([i for i, count in zip(piece.chunks, counts, strict=True) for _ in range(count)])
         output = module(hidden, **arguments)
         output = output[0] if isinstance(output, tuple) else output
         self.hidden = output if chosen is None else self.hidden.index_copy(1, chosen, output)

@@ -20,6 +20,7 @@ from shoal.errors import Unsupported
 from shoal.model.kv.cache import KVCache
 from shoal.model.kv.form import KVSizes
 from shoal.model.kv.passing import PassingLayer
+from shoal.model.lora.adapter import Adapter, FittedAdapter
 from shoal.model.state.layer import StateLayer
 
 if TYPE_CHECKING:
@@ -297,6 +298,14 @@ class ModelRunner(Protocol):
     routes: bool = False
     keeps_threads: str = "it is not on the kernels, whose threads alone can part"
 
+    def fit(self, adapter: Adapter) -> FittedAdapter:
+        """An adapter for the sequences of this runner's caches.
+
+        Raises:
+            ValueError: it is for another model.
+            Unsupported: it changes what this runner adds nothing to.
+        """
+
     def new_cache(self, seqs: int, reserve: Sequence[int] | None = None) -> KVCache:
         """An empty cache for `seqs` sequences; `reserve` as for `KVCache`."""
         passing = [layer for layer, source in enumerate(self.sources) if source is not None]
@@ -426,6 +435,15 @@ def split_wanted(found: T, chunks: Sequence[SequenceChunk]) -> list[T]:
     """What a forward has found for each of its chunks."""
     ends = accumulate(chunk.wanted for chunk in chunks)
     return [found[end - chunk.wanted : end] for end, chunk in zip(ends, chunks, strict=True)]
+
+
+def adapters_of(chunks: Sequence[SequenceChunk], cache: KVCache) -> list[FittedAdapter | None]:
+    """The adapter of each chunk's sequence; Unsupported where one meets groups of an MLP's neurons."""
+    found = [cache.adapters[chunk.seq] for chunk in chunks]
+    if any(adapter is not None and chunk.experts is not None for adapter, chunk in zip(found, chunks, strict=True)):
+        raise Unsupported("an adapter with a method that runs some of an MLP's neurons",
+                          "it is for the whole MLP", "Use another method")
+    return found
 
 
 def opened_in(

@@ -162,20 +162,22 @@ def model_card(name: str, made: int, most: int | None, max_tokens: int) -> dict[
 
 
 def _add_models(app: FastAPI, scheduler: Scheduler, settings: Settings) -> None:
-    name = settings.model_name
-    card = model_card(name, int(time.time()), scheduler.engine.runner.max_positions, settings.max_tokens)
+    name, made, most = settings.model_name, int(time.time()), scheduler.engine.runner.max_positions
+    cards = {one: {**model_card(one, made, most, settings.max_tokens), **({} if one == name else {"parent": name})}
+             for one in settings.names}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """The one model, in the forms of OpenAI and Anthropic."""
-        return {"object": "list", "data": [card], "has_more": False, "first_id": name, "last_id": name}
+        """The model, and its adapters as models of their own, in the forms of OpenAI and Anthropic."""
+        return {"object": "list", "data": [*cards.values()], "has_more": False, "first_id": name,
+                "last_id": [*cards][-1]}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
         """The model by its name."""
-        if name != settings.model_name:
-            raise no_model(name, settings.model_name)
-        return card
+        if name not in cards:
+            raise no_model(name, *cards)
+        return cards[name]
 
 
 def ailment(scheduler: Scheduler, settings: Settings) -> str | None:

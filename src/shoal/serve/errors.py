@@ -53,9 +53,10 @@ class ApiError(Exception):
         return f"{head}data: {json.dumps(self.to_dict(path))}\n\n".encode()
 
 
-def no_model(name: str, served: str) -> ApiError:
+def no_model(name: str, *served: str) -> ApiError:
     """A 404 for an unknown model."""
-    return ApiError(404, f"there is no model {name!r} here, only {served!r}", param="model", code="model_not_found")
+    told = ", ".join(map(repr, served))
+    return ApiError(404, f"there is no model {name!r} here, only {told}", param="model", code="model_not_found")
 
 
 def refused(param: str, message: str) -> ApiError:

@@ -197,7 +197,9 @@ class RequestHandler:
         if not body.echo:
             return [Echo()] * (len(prompts) * body.n)
         try:
-            found = [echo_of(self._scheduler.engine, prompt, body.alternatives, self._vocabulary) for prompt in prompts]
+            engine = self._scheduler.engine
+            adapter = engine.fitted_adapter(self._settings.adapter_of(body.model))
+            found = [echo_of(engine, prompt, body.alternatives, self._vocabulary, adapter) for prompt in prompts]
         except ValueError as error:
             raise refused("prompt", str(error)) from None
         return [echo for echo in found for _ in range(body.n)]
@@ -232,7 +234,7 @@ class RequestHandler:
             note(request.scope, prompts=list(prompts))
         wanted = 0 if body.alternatives is None and body.answers > body.n else body.alternatives
         options = {**body.options(self._scheduler.engine.sampling), "method": method, "max_new_tokens": limit,
-                   "logprobs": wanted}
+                   "logprobs": wanted, "adapter": self._settings.adapter_of(body.model)}
         tools, thoughts = reading.tools, reading.thoughts
         bound = options["constraint"] if tools is None or tools.constraint is None else tools.constraint
         if self._settings.members_folder and isinstance(bound, Monitor):  # requests name none but that of members
@@ -249,8 +251,8 @@ class RequestHandler:
         return answer
 
     def _check(self, body: Body, prompts: int) -> None:
-        if body.model != self._settings.model_name:
-            raise no_model(body.model, self._settings.model_name)
+        if body.model not in self._settings.names:
+            raise no_model(body.model, *self._settings.names)
         if prompts * body.answers > self._settings.max_n:
             asked = f"{prompts} prompts with n={body.answers} answers each"
             raise refused("n", f"{asked}; this server allows {self._settings.max_n} in all")

@@ -29,7 +29,8 @@ class OllamaRoutes:
     """The routes."""
 
     def __init__(self, handler: RequestHandler, engine: Engine, settings: Settings) -> None:
-        self._handler, self._engine, self._name = handler, engine, settings.model_name
+        self._handler, self._engine, self._names = handler, engine, settings.names
+        self._name = settings.model_name
         self._made = datetime.fromtimestamp(int(time.time()), timezone.utc).isoformat()
 
     async def chat(self, request: Request) -> Response:
@@ -42,40 +43,38 @@ class OllamaRoutes:
 
     async def _answer(self, request: Request, chat: bool) -> Response:
         given = read(await request.body())
-        if given.get("model") is not None:
-            given["model"] = self._known(given["model"])
+        name = given["model"] = self._name if given.get("model") is None else self._known(given["model"])
         if asks_nothing(given):
-            return JSONResponse(OllamaWire(self._name, Reading(), chat).loaded())
+            return JSONResponse(OllamaWire(name, Reading(), chat).loaded())
         handler = self._handler
         if not chat and (given.get("raw") or given.get("suffix")):
             _, text, ignored = handler.translated(given, OllamaBody, OLLAMA, as_completion, CompletionBody)
-            return await handler.go_on(request, text, ignored, lambda _: self._wire(Reading(), chat))
+            return await handler.go_on(request, text, ignored, lambda _: OllamaWire(name, Reading(), chat))
         _, body, ignored = handler.translated(given, OllamaBody, OLLAMA, as_chat)
-        return await handler.converse(request, body, ignored, lambda _, reading: self._wire(reading, chat))
-
-    def _wire(self, reading: Reading, chat: bool) -> OllamaWire:
-        return OllamaWire(self._name, reading, chat)
+        return await handler.converse(request, body, ignored, lambda _, reading: OllamaWire(name, reading, chat))
 
     def _known(self, asked: Any) -> str:
-        """The served name, which may have the tag `latest`; ApiError 404 for another one."""
-        if asked not in (self._name, self._name + _LATEST):
-            raise no_model(str(asked)[:200], self._name)
-        return self._name
+        """The name of the model or an adapter, which may have the tag `latest`; ApiError 404 for another one."""
+        found = next((name for name in self._names if asked in (name, name + _LATEST)), None)
+        if found is None:
+            raise no_model(str(asked)[:200], *self._names)
+        return found
 
     def tags(self) -> Json:
-        """The one model."""
-        return {"models": [self._card]}
+        """The model, and its adapters as models of their own."""
+        return {"models": [self._card(name) for name in self._names]}
 
     def running(self) -> Json:
         """The same, as a model in memory."""
         on_gpu = self._engine.runner.device.type != "cpu"
         length = {"context_length": self._engine.runner.max_positions}
-        return {"models": [{**self._card, **length, "size_vram": self._card["size"] if on_gpu else 0}]}
+        card = self._card(self._name)
+        return {"models": [{**card, **length, "size_vram": card["size"] if on_gpu else 0}]}
 
     async def show(self, request: Request) -> Json:
         """What is known about the model."""
         given = read(await request.body())
-        self._known(given.get("model") or given.get("name"))
+        name = self._known(given.get("model") or given.get("name"))
         engine, family = self._engine, self._family
         template = str(getattr(engine.tokenizer, "chat_template", None) or "")
         fills = engine.tokenizer is not None and marks_in(engine.tokenizer.get_vocab()) is not None
@@ -83,8 +82,8 @@ class OllamaRoutes:
                 "thinking": tags_of(template) is not None}
         parameters = [f"{name} {value}" for name, value in filled({}, engine.sampling).items()]
         return {
-            "modelfile": f"FROM {self._name}", "parameters": "\n".join(parameters), "template": template,
-            "details": self._card["details"], "modified_at": self._made,
+            "modelfile": f"FROM {name}", "parameters": "\n".join(parameters), "template": template,
+            "details": self._card(name)["details"], "modified_at": self._made,
             "model_info": {"general.architecture": family, f"{family}.block_count": engine.runner.num_layers,
                            f"{family}.context_length": engine.runner.max_positions,
                            f"{family}.vocab_size": engine.runner.vocab_size},
@@ -95,13 +94,13 @@ class OllamaRoutes:
     def _family(self) -> str:
         return str(getattr(getattr(self._engine.model, "config", None), "model_type", "unknown"))
 
-    @property
-    def _card(self) -> Json:
-        return model_line(self._name, self._made, weight_bytes(self._engine), self._family)
+    def _card(self, name: str) -> Json:
+        parent = "" if name == self._name else self._name
+        return model_line(name, self._made, weight_bytes(self._engine), self._family, parent)
 
 
-def model_line(name: str, made: str, size: int, family: str) -> Json:
-    """A model as lists have it: when it was made, its bytes, and the type of its config."""
-    details = {"parent_model": "", "format": "", "family": family, "families": [family], "parameter_size": "",
+def model_line(name: str, made: str, size: int, family: str, parent: str = "") -> Json:
+    """A model as lists have it: when it was made, its bytes, the type of its config, and of an adapter its model."""
+    details = {"parent_model": parent, "format": "", "family": family, "families": [family], "parameter_size": "",
                "quantization_level": ""}
     return {"name": name, "model": name, "modified_at": made, "digest": "", "size": size, "details": details}

@@ -18,6 +18,7 @@ class Settings:
 
     Attributes:
         model_name: the model's name for clients; a request for another one is answered 404.
+        adapters: names of adapters, each of which is a model's name of its own.
         method: the method for requests that name none; a request may name "full" for plain decoding.
         methods: names of the methods that requests may ask for; None for every one that loads nothing.
         api_keys: keys of which a request needs one; if there are none, requests need no key.
@@ -40,6 +41,7 @@ class Settings:
     """
 
     model_name: str = "shoal"
+    adapters: tuple[str, ...] = ()
     method: Any = "auto"
     methods: frozenset[str] | None = None
     api_keys: tuple[str, ...] = field(default=(), repr=False)
@@ -58,6 +60,15 @@ class Settings:
     keep_alive: float = 75.0
     stall: float = 30.0
     members_folder: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names under which the model answers, its own first."""
+        return (self.model_name, *self.adapters)
+
+    def adapter_of(self, name: str) -> str:
+        """The adapter that a model's name stands for; "" for none."""
+        return name if name in self.adapters else ""
 
     def __post_init__(self) -> None:
         for name in ("default_max_tokens", "max_tokens", "max_n", "max_body"):

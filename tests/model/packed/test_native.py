@@ -185,11 +185,12 @@ def test_wrong_operands() -> None:
 
 
 def test_structures_have_the_size_that_the_library_expects() -> None:
-    sizes = (ctypes.c_int64 * 13)()
+    sizes = (ctypes.c_int64 * 15)()
     library.require().shoal_sizes(sizes)
     mirrors = (library.Weight, library.LayerStruct, library.Model, library.BatchStruct, library.Own,
                library.ChainStruct, library.ChoiceStruct, library.RecurrenceStruct, library.StepsStruct,
-               library.ExpertsStruct, library.LatentStruct, library.ForesightStruct, library.AlternationStruct)
+               library.ExpertsStruct, library.LatentStruct, library.ForesightStruct, library.AlternationStruct,
+               library.LowRankStruct, library.AdapterStruct)
     assert list(sizes) == [ctypes.sizeof(mirror) for mirror in mirrors]
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from shoal.engine.constraints.constraint import Constraint
     from shoal.engine.constraints.monitor import Monitor
     from shoal.engine.engine import Engine
+    from shoal.engine.loading.adapters import AdapterWish
     from shoal.engine.memory.memory_limit import MemoryLimit
     from shoal.engine.scheduling.scheduler import Scheduler
     from shoal.methods.base import Method
@@ -41,7 +42,7 @@ _ON_MODULES = ("this model runs on transformers' modules, not on Shoal's kernels
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
-def add_model(parser: Parser, dtype: str | None = None, *, several: bool = False) -> None:
+def add_model(parser: Parser, dtype: str | None = None, *, several: bool = False) -> argparse._ArgumentGroup:
     """The options that say which model to load and how; with `several`, `--model` may be given again."""
     group = parser.add_argument_group("model")
     group.add_argument("--model", metavar="M", action="append" if several else "store", help="folder, GGUF file, or a "
@@ -54,6 +55,25 @@ def add_model(parser: Parser, dtype: str | None = None, *, several: bool = False
     group.add_argument("--backend", choices=("auto", "hf", "packed"), default="auto", help="who runs the layers")
     group.add_argument("--quant", choices=("int8", "int4"), help="quantise the weights while loading")
     group.add_argument("--trust-remote-code", action="store_true", help="allow a model's own Python code to run")
+    return group
+
+
+def add_adapter(group: argparse._ArgumentGroup, *, several: bool = False) -> None:
+    """`--lora`, for one adapter or for several."""
+    use = "models of their own for clients; repeatable" if several else "which runs beside the model"
+    group.set_defaults(names_adapters=several)
+    group.add_argument("--lora", metavar="[NAME=]PATH[:SCALE]", action="append", default=[], type=_adapter,
+                       help=f"LoRA adapter: peft's folder or llama.cpp's GGUF file, {use}; SCALE as in llama.cpp's "
+                            "--lora-scaled")
+
+
+def _adapter(word: str) -> AdapterWish:
+    from shoal.engine.loading.adapters import AdapterWish
+
+    try:
+        return AdapterWish.read(word)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def add_method(parser: Parser, default: str = "full", *, card: bool = True) -> None:
@@ -241,12 +261,23 @@ def load_engine(
         raise
     except Exception as error:  # libraries raise many types for wrong paths, broken files and missing packages
         raise ValueError(f"cannot load {args.model or 'the default model'}: {error}") from error
+    _add_adapters(engine, args)
     if engine.unpacked and args.dtype not in ("float64", "float16"):  # for which there are no kernels
         print(f"note: {_ON_MODULES}: {engine.unpacked}", file=sys.stderr)
     chosen = (*methods, getattr(args, "method", None))
     if not tensor_parallel and any(method is not None and method.wants_card for method in chosen):
         _know_layers(engine, args)
     return engine
+
+
+def _add_adapters(engine: Engine, args: argparse.Namespace) -> None:
+    """Load the adapters; where requests cannot name one, the one that there is serves all."""
+    wishes: list[AdapterWish] = getattr(args, "lora", [])
+    if len(wishes) > 1 and not args.names_adapters:
+        raise ValueError(f"--lora is given {len(wishes)} times; this command runs one. `shoal serve` runs several")
+    for wish in wishes:
+        name = engine.add_adapter(wish.path, wish.name, wish.scale)
+        engine.adapter = "" if args.names_adapters else name
 
 
 def _know_layers(engine: Engine, args: argparse.Namespace) -> None:

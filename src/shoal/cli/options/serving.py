@@ -73,6 +73,8 @@ def check(args: argparse.Namespace) -> list[Listed]:
         raise ValueError("--served-model-name is for one model; with several, give --alias NAME=MODEL")
     if args.replicas > 1:
         raise ValueError(f"--replicas is {args.replicas} with several models; start a server for each, or leave it out")
+    if args.lora:
+        raise ValueError("--lora is for one model; start a server for the model that the adapters belong to")
     seconds_of(args.keep_alive or 0, "--keep-alive")
     methods: dict[str, Method] = {}
     for name, word in args.method_for:

@@ -300,7 +300,7 @@ def _place(name: str, revision: str | None = None) -> tuple[str, Path | None]:
             raise ValueError(f"{name!r} is a folder; give the .gguf file in it")
         if (path / ADAPTER).is_file():
             what, why = f"the adapter in the folder {name!r}", "Shoal runs whole models, and would leave it out"
-            raise Unsupported(what, why, "Merge it into its model with peft's merge_and_unload, and save that")
+            raise Unsupported(what, why, "Give its model, and the adapter by --lora or Engine.add_adapter")
         if not (path / "config.json").is_file():
             if file := only_model(path):
                 return name, file

@@ -135,7 +135,7 @@ def family_of(metadata: Metadata) -> Family:
     name = metadata.architecture
     if (kind := metadata.text("general.type", "model")) != "model":
         raise ValueError(f"the GGUF file is of type {kind!r} and no model: an adapter, or what belongs beside a model, "
-                         "does nothing alone. Give the model's own file, with an adapter merged into it")
+                         "does nothing alone. Give the model's own file, and an adapter by --lora")
     mixed = metadata.whole("expert_count", 0, least=0) > 1
     known = MIXTURES if mixed else FAMILIES
     if name not in known:

@@ -67,6 +67,12 @@ def gguf_name(name: str, family: Family) -> str | None:
     return f"blk.{layer}.{inside}.{kind}" if inside and kind in ("weight", "bias") else None
 
 
+def matrix_names(family: Family) -> dict[str, str]:
+    """The names of matrices below a layer, in GGUF files, with those of transformers' modules."""
+    own = {place.removesuffix(".weight"): name.removesuffix(".weight") for name, place in family.layer.items()}
+    return {place: part for part, place in _parts(family).items()} | own
+
+
 def _parts(family: Family) -> dict[str, str]:
     if family.model_type != "phi3":
         return _PARTS

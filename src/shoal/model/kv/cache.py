@@ -20,6 +20,7 @@ from shoal.model.kv.layer import ENDLESS, KVLayer, oldest_seen
 from shoal.model.kv.lent import LentSlots
 from shoal.model.kv.memory import clear, together
 from shoal.model.kv.passing import PassingLayer
+from shoal.model.lora.adapter import FittedAdapter
 from shoal.model.state.layer import State, StateLayer, state_bytes
 
 
@@ -49,6 +50,8 @@ class KVCache:
         positions: committed positions of each sequence, whichever layers ran them.
         most_seqs: most sequences to make room for ahead; if free places take no memory, all are allocated at once.
         lends: whether the executor reads slots where they are kept for several sequences, see `LentSlots`.
+        adapters: of each sequence, what runs beside the model on all of its tokens, or None.
+        adapted: whether some sequence has one.
 
     Args:
         windows: sliding window of each layer, or None.
@@ -69,6 +72,8 @@ class KVCache:
         self.positions = [0] * seqs
         self.most_seqs, self.lends = ENDLESS, False
         self._marks: list[int | None] = [None] * seqs
+        self.adapters: list[FittedAdapter | None] = [None] * seqs
+        self.adapted = False
 
     @property
     def seqs(self) -> int:
@@ -89,6 +94,16 @@ class KVCache:
         """
         for number, layer in enumerate(self.layers):
             layer.set_form(seq, None if store is None else store.form(number), reserve[number] if reserve else 0)
+
+    def adapt(self, seq: int, adapter: FittedAdapter | None) -> None:
+        """Set a sequence's adapter; what another one has stored of it is forgotten."""
+        if self.adapters[seq] is not adapter:
+            self.truncate(seq, 0)
+            self.adapters[seq] = adapter
+            self._note_adapters()
+
+    def _note_adapters(self) -> None:
+        self.adapted = any(adapter is not None for adapter in self.adapters)
 
     def has_store(self, seq: int) -> bool:
         """Whether some layer stores the sequence in a form of its own."""
@@ -167,6 +182,8 @@ class KVCache:
             layer.select(order)
         self.positions = [self.positions[seq] for seq in order]
         self._marks = [self._marks[seq] for seq in order]
+        self.adapters = [self.adapters[seq] for seq in order]
+        self._note_adapters()
         return order
 
     def extend(self, seqs: int) -> None:
@@ -179,6 +196,7 @@ class KVCache:
             layer.extend(seqs, max_seqs)
         self.positions.extend([0] * seqs)
         self._marks.extend([None] * seqs)
+        self.adapters.extend([None] * seqs)
 
     def fork(self, seq: int, count: int) -> range:
         """Add sequences that are exact copies of what `seq` has committed; returns their numbers."""
@@ -186,6 +204,7 @@ class KVCache:
         self.extend(count)
         for new in copies:
             self.positions[new], self._marks[new] = self.positions[seq], self._marks[seq]
+            self.adapters[new] = self.adapters[seq]
             for layer in self.layers:
                 layer.fork(seq, new)
         return copies

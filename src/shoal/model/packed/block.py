@@ -14,6 +14,7 @@ from torch.nn.functional import layer_norm, rms_norm, scaled_dot_product_attenti
 from shoal.model.layers.alternating import HALVED, cut_off
 from shoal.model.layers.differential import Differential, paired
 from shoal.model.layers.mixer import Mixer
+from shoal.model.lora.packed import Added, nothing_added
 from shoal.model.packed.linear import ACTIVATIONS, Linear
 from shoal.model.packed.shape import HeadSizes, Shape, rotate
 from shoal.model.packed.weights import Layer
@@ -26,23 +27,24 @@ dimensions, since values lie in k. A layer that reads the keys and values of ano
 
 def attention(
     x: Tensor, layer: Layer, shape: Shape, dtype: torch.dtype, tables: tuple[Tensor, Tensor] | None, attend: Attend,
-    beside: Tensor | None = None,
+    beside: Tensor | None = None, added: Added = nothing_added,
 ) -> Tensor:
     """What the attention sublayer adds to the residual stream `x` [T, hidden].
 
     Args:
+        added: what adapters add to the outputs of matrices.
         tables: cos and sin [T, rotary_dim / 2] of the tokens; None for a layer without rotary embedding.
         attend: writes k and v to the cache and attends.
         beside: [T, rows], added to what the fused projection gives; None for nothing.
     """
-    q, k, v, gate = projected(x, layer, shape, dtype, tables, beside)
+    q, k, v, gate = projected(x, layer, shape, dtype, tables, beside, added)
     mixed = attend(q, k, v)
     if layer.latent is not None:
         mixed = layer.latent.opened(mixed)
     if gate is not None:
         mixed = mixed * torch.sigmoid(gate)
     mixed = _sub_norm(mixed.reshape(len(x), -1), layer.out_sub_norm, shape.eps)
-    out = applied(layer.out, mixed, layer.out_bias).to(x.dtype)
+    out = added("out", mixed, applied(layer.out, mixed, layer.out_bias)).to(x.dtype)
     return _norm(out, layer.attention_out_norm, shape.eps) * (shape.residual_scale * shape.out_scales[0])
 
 
@@ -53,11 +55,11 @@ def kept(x: Tensor, norm: Tensor | None, shape: Shape, part: int) -> Tensor:
 
 def projected(
     x: Tensor, layer: Layer, shape: Shape, dtype: torch.dtype, tables: tuple[Tensor, Tensor] | None,
-    beside: Tensor | None = None,
+    beside: Tensor | None = None, added: Added = nothing_added,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Q, k and v as `Attend` takes them, and the gate of the outputs, or None, of the stream `x` [T, hidden]."""
     normed = _norm(x, layer.attention_norm, shape.eps, layer.attention_norm_bias).to(dtype)
-    lines = applied(layer.qkv, normed, layer.qkv_bias)
+    lines = added("qkv", normed, applied(layer.qkv, normed, layer.qkv_bias))
     if beside is not None:
         lines = lines + beside.to(lines)
     if shape.qkv_limit is not None:
@@ -121,13 +123,14 @@ def recurrence(
 
 
 def mlp(
-    x: Tensor, layer: Layer, shape: Shape, dtype: torch.dtype, inside: Callable[[Tensor], Tensor] | None = None
+    x: Tensor, layer: Layer, shape: Shape, dtype: torch.dtype, inside: Callable[[Tensor], Tensor] | None = None,
+    added: Added = nothing_added,
 ) -> Tensor:
     """What the feed-forward adds to the stream `x` [T, hidden]; `inside` replaces `gated` between the norms."""
     wide = _norm(x, layer.mlp_norm, shape.eps, layer.mlp_norm_bias)
     normed, out = wide.to(dtype), None
     if inside is not None or layer.down.rows:
-        out = (gated(normed, layer, shape) if inside is None else inside(normed)).to(x.dtype)
+        out = (gated(normed, layer, shape, added) if inside is None else inside(normed)).to(x.dtype)
     if layer.experts is not None:
         out = layer.experts(wide if layer.experts.apart is None else x, dtype, out)
     assert out is not None
@@ -171,19 +174,20 @@ def ended(x: Tensor, layer: Layer, dtype: torch.dtype, inputs: Tensor | None, pr
     return x if layer.scale == 1.0 else x * layer.scale
 
 
-def gated(normed: Tensor, layer: Layer, shape: Shape) -> Tensor:
+def gated(normed: Tensor, layer: Layer, shape: Shape, added: Added = nothing_added) -> Tensor:
     """The MLP on normed inputs [T, hidden]; where there is no gate, the activation is of `up` alone."""
-    neurons = applied(layer.gate_up, normed, layer.gate_up_bias)
+    neurons = added("gate_up", normed, applied(layer.gate_up, normed, layer.gate_up_bias))
     if layer.gate_up.rows == layer.down.columns:
         activation = layer.curve or ACTIVATIONS[shape.activation]
-        return applied(layer.down, _sub_norm(activation(neurons), layer.down_sub_norm, shape.eps), layer.down_bias)
+        opened = _sub_norm(activation(neurons), layer.down_sub_norm, shape.eps)
+        return added("down", opened, applied(layer.down, opened, layer.down_bias))
     gate, up = neurons.chunk(2, dim=-1)
     if shape.gate_scale != 1.0:
         gate = gate * shape.gate_scale
     if layer.cutoff is not None:
         gate = cut_off(gate, layer.cutoff)
     opened = _sub_norm(ACTIVATIONS[shape.activation](gate) * up, layer.down_sub_norm, shape.eps)
-    return applied(layer.down, opened, layer.down_bias)
+    return added("down", opened, applied(layer.down, opened, layer.down_bias))
 
 
 def scaled_attention(

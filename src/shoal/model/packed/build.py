@@ -18,11 +18,11 @@ from shoal.model.gguf.blocks import Blocks
 from shoal.model.gguf.source import GgufSource
 from shoal.model.modules import quantised_by
 from shoal.model.packed import native
-from shoal.model.packed.classics import rows_of
 from shoal.model.packed.kinds import HYBRIDS, MIXTURES
 from shoal.model.packed.latent import LatentRows
 from shoal.model.packed.linear import Blocked, Dense, Linear, Quant, Stacked, pack
 from shoal.model.packed.native_runner import NativeRunner, fits_kernels, pack_for
+from shoal.model.packed.order import by_heads, by_parts
 from shoal.model.packed.repacked import Repacked
 from shoal.model.packed.runner import PackedRunner
 from shoal.model.packed.shape import REMEDY, RotaryTable, Shape, shape_of
@@ -38,9 +38,7 @@ from shoal.model.packed.source import (
     KeyHeadsApart,
     ModelSource,
     PublishedNames,
-    RowsOfParts,
     Source,
-    halves_order,
 )
 from shoal.model.packed.weights import DTYPES, Pack, PackBlocks, Packer, PackFile, Role, check_names
 from shoal.model.quantised.source import QuantisedSource, in_numbers
@@ -211,13 +209,11 @@ def build(
         check_names(config, shape, source)
     as_held = source
     if not isinstance(file, GgufSource):
-        source = _with_rows(shape, source)
+        source = by_parts(shape, source)
     straight = source is as_held
     ordered: GatesBelow | HalvesPaired | LatentRows | None = None
-    if shape.interleaved:
-        source = ordered = HalvesPaired(source, shape.head_dim, shape.rotary_dim)
-    if shape.gated_attention and shape.names.gate is None:
-        source = ordered = GatesBelow(source, shape.head_dim)
+    ordered = by_heads(shape, source)
+    source = source if ordered is None else ordered
     if shape.latent is not None:
         source = ordered = LatentRows(source, config.get_text_config())
     rotary = RotaryTable(config, device, dtype if dtype == torch.float64 else torch.float32)
@@ -251,15 +247,6 @@ def build(
     if kept is not None and kept.beyond and isinstance(runner, NativeRunner):
         runner.read_ahead()
     return runner
-
-
-def _with_rows(shape: Shape, source: Source) -> Source:
-    """A checkpoint whose fused matrix has the rows of q, k and v one after the other."""
-    rows = rows_of(shape.qkv_order, shape.heads, shape.kv_heads, shape.head_dim)
-    if rows is not None and shape.interleaved:
-        turned = rows[: (shape.heads + shape.kv_heads) * shape.head_dim].view(-1, shape.head_dim)
-        turned.copy_(turned[:, halves_order(shape.head_dim, shape.rotary_dim)].clone())
-    return source if rows is None else RowsOfParts(source, shape.names.qkv, rows)
 
 
 def _pack_blocks(arena: native.Arena, blocks: Blocks, role: Role) -> Linear:

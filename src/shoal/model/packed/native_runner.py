@@ -26,6 +26,7 @@ from shoal.model.experts import ExpertMLPs
 from shoal.model.kv.cache import KVCache
 from shoal.model.kv.choice import LABELED, Labels, TopSlots
 from shoal.model.kv.layer import KVLayer
+from shoal.model.lora.adapter import Adapter
 from shoal.model.masks import Asker
 from shoal.model.packed import native
 from shoal.model.packed.block import scaled_logits
@@ -42,6 +43,7 @@ from shoal.model.runner import (
     OfLayers,
     SequenceChunk,
     Start,
+    adapters_of,
     greedy,
     lay_vectors,
     mark_shallow,
@@ -111,6 +113,11 @@ class NativeRunner(PackedRunner):
         self._plain = PlainSteps(self.decoder, self._states, self._attends, shape)
         if not all(native.as_packed(matrix).kind in _FLOATS for matrix in weights.matrices()):
             self.activation_dtype = torch.int8
+
+    @override
+    def fit(self, adapter: Adapter) -> native.NativeAdapter:
+        gated = [self.shape.kind(layer).gated_mlp for layer in range(self.num_layers)]
+        return native.NativeAdapter(super().fit(adapter).layers, gated)
 
     def read_ahead(self) -> None:
         """Read experts ahead, since the file that they are mapped from is larger than memory."""
@@ -210,6 +217,9 @@ class NativeRunner(PackedRunner):
         more: dict[str, Any] = {}
         if not all(chunk.bare for chunk in chunks):
             more = self._beside_tokens(chunks, work, batch, cache)
+        if cache.adapted:
+            adapters = cast("list[native.NativeAdapter | None]", adapters_of(chunks, cache))
+            more["adapters"] = [one for one, chunk in zip(adapters, chunks, strict=True) for _ in chunk.tokens]
         if start is not None:
             more["vectors"] = _vectors(start.hidden, chunks)
             more["beside"] = None if start.beside is None else _vectors(start.beside, chunks)

@@ -12,17 +12,19 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from ctypes import Array, c_void_p
+from typing import cast
 
 from torch import Tensor
 
 from shoal.model.kv.cache import KVCache
 from shoal.model.kv.layer import KVLayer
+from shoal.model.lora.adapter import FittedAdapter
 from shoal.model.packed import native
 from shoal.model.packed.native.library import BatchStruct, StepsStruct
 from shoal.model.packed.native.spans import put_spans
 from shoal.model.packed.native_states import NativeStates
 from shoal.model.packed.shape import Shape
-from shoal.model.runner import SequenceChunk
+from shoal.model.runner import SequenceChunk, adapters_of
 
 
 class PlainSteps:
@@ -43,6 +45,7 @@ class PlainSteps:
         self._stores = [attends[layer] and keeps for layer, keeps in enumerate(self._keeps)]
         self._seqs: list[int] = []
         self._layers: tuple[int, ...] = ()
+        self._adapters: list[FittedAdapter | None] | None = None
         self._kv: native.KVBinding | None = None
         self._struct: BatchStruct | None = None
         self._table: Array[c_void_p] = (c_void_p * 0)()
@@ -82,9 +85,12 @@ class PlainSteps:
         if not room or not _read(others, seqs, positions):
             return None
         kv = bind(cache)
-        if kv is not self._kv or seqs != self._seqs or layers != self._layers:
+        adapters = adapters_of(chunks, cache) if cache.adapted else None
+        if kv is not self._kv or seqs != self._seqs or layers != self._layers or adapters != self._adapters:
             self._struct = self._written(len(seqs), seqs, layers, kv)
-            self._seqs, self._layers, self._kv = seqs, layers, kv
+            if adapters is not None:
+                native.put_adapters(self._struct, cast("list[native.NativeAdapter | None]", adapters))
+            self._seqs, self._layers, self._kv, self._adapters = seqs, layers, kv, adapters
         assert self._struct is not None
         self._fill(self._struct, [chunk.tokens[0] for chunk in chunks], positions, read)
         begun = None if self._states is None else self._states.begin_step(self._table, layers, stores, seqs)

@@ -17,6 +17,8 @@ from typing_extensions import override
 from shoal.errors import stays_here
 from shoal.model.kv.cache import KVCache
 from shoal.model.layers.mixer import Mixer
+from shoal.model.lora.adapter import Adapter, Fitting
+from shoal.model.lora.packed import Added, PackedAdapter, added_by, fitted, nothing_added
 from shoal.model.masks import Asker, distances, mask, seq_mask, visible
 from shoal.model.packed import block, cuda
 from shoal.model.packed.cuda.form import MOST_TOKENS
@@ -31,6 +33,7 @@ from shoal.model.runner import (
     SequenceChunk,
     SequenceView,
     Start,
+    adapters_of,
     check_readers,
     lay_vectors,
     mark_shallow,
@@ -89,6 +92,10 @@ class PackedRunner(ModelRunner):
             self.use_graphs()
             self.prefill_chunk = MOST_TOKENS
 
+    @override
+    def fit(self, adapter: Adapter) -> PackedAdapter:
+        return fitted(Fitting(adapter), self.shape)
+
     def use_graphs(self, *, capture: bool = True) -> None:
         """Run forwards through a `GraphRunner` where possible; needs Triton."""
         from shoal.model.packed.cuda.graphs import GraphRunner
@@ -101,7 +108,7 @@ class PackedRunner(ModelRunner):
         self, chunks: Sequence[SequenceChunk], cache: KVCache, hook: HiddenStateHook | None = None, *,
         start: Start | None = None,
     ) -> Tensor:
-        if self.graphs is not None and hook is None and start is None:
+        if self.graphs is not None and hook is None and start is None and not cache.adapted:
             logits = self.graphs.forward(chunks, cache)
             if logits is not None:
                 mark_shallow(chunks, cache)
@@ -188,6 +195,8 @@ class _Pass:
         self, runner: PackedRunner, chunks: Sequence[SequenceChunk], cache: KVCache, start: Start | None, late: int
     ) -> None:
         self.runner, self.chunks, self.cache, self._late = runner, chunks, cache, late
+        of_chunks = adapters_of(chunks, cache) if cache.adapted else []
+        self._adapters = [one for one, chunk in zip(of_chunks, chunks, strict=False) for _ in chunk.tokens]
         self._memory: dict[int, Tensor] = {}
         ids = torch.tensor([token for chunk in chunks for token in chunk.tokens], device=runner.device)
         places = [place for chunk in chunks for place in chunk.positions(cache.positions[chunk.seq])]
@@ -223,7 +232,7 @@ class _Pass:
         if not piece.chunks:
             return
         x, predicted = block.entered(self.x if chosen is None else self.x[chosen], weights, runner.shape)
-        entered = x
+        entered, added = x, self._added(layer, chosen)
         if piece.part != "mlp":
             parts = []
             if kind.attends:  # first of all, since it counts the scratch entries before these tokens
@@ -232,7 +241,7 @@ class _Pass:
                     x, weights, runner.shape, runner.dtype, tables,
                     lambda q, k, v: self._attend(layer, piece, self._warmed(layer, chosen, q),
                                                  *((None, None) if stored else (k, v))),
-                    self._beside if self._beside is None or chosen is None else self._beside[chosen],
+                    self._beside if self._beside is None or chosen is None else self._beside[chosen], added,
                 ))
             if weights.mixer is not None:
                 parts.append(block.recurrence(
@@ -252,16 +261,21 @@ class _Pass:
                 self.cache.layers[layer].count([chunk.seq for chunk in self.chunks], piece.counts)
         if piece.part != "attention" and kind.feeds:
             read = entered if runner.shape.parallel else x
-            x = block.kept(x, weights.mlp_norm, runner.shape, 2) + self._mlp(layer, piece, read)
+            x = block.kept(x, weights.mlp_norm, runner.shape, 2) + self._mlp(layer, piece, read, added)
             x = block.ended(x, weights, runner.dtype, self._input(layer, chosen), predicted)
         self.x = x if chosen is None else self.x.index_copy(0, chosen, x)
 
-    def _mlp(self, layer: int, piece: LayerWork, x: Tensor) -> Tensor:
+    def _added(self, layer: int, chosen: Tensor | None) -> Added:
+        """What adapters add in a layer for the piece's tokens."""
+        own = self._adapters if chosen is None or not self._adapters else [self._adapters[i] for i in chosen.tolist()]
+        return added_by(own, layer) if any(own) else nothing_added
+
+    def _mlp(self, layer: int, piece: LayerWork, x: Tensor, added: Added) -> Tensor:
         """What the MLP adds to the stream `x` of the piece's tokens."""
         runner, weights = self.runner, self.runner.weights.layers[layer]
         opened = opened_in(self.chunks, layer, piece)
         if opened is None:
-            return block.mlp(x, weights, runner.shape, runner.dtype)
+            return block.mlp(x, weights, runner.shape, runner.dtype, added=added)
         mlps = next(filter(None, opened))[0]
 
         def inside(normed: Tensor) -> Tensor:
@@ -316,7 +330,8 @@ class _Pass:
         weights = runner.weights.layers[layer]
         x, _ = block.entered(self.x if chosen is None else self.x[chosen], weights, runner.shape)
         tables = self._tables(layer, chosen)
-        _, k, v, _ = block.projected(x, weights, runner.shape, runner.dtype, tables)
+        added = self._added(layer, chosen)
+        _, k, v, _ = block.projected(x, weights, runner.shape, runner.dtype, tables, added=added)
         assert k is not None and v is not None
         split = (one.transpose(0, 1)[None].split(piece.counts, dim=2) for one in (k, v))
         for chunk, count, keys, values in zip(self.chunks, piece.counts, *split, strict=True):

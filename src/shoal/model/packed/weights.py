@@ -198,6 +198,14 @@ def _projections(shape: Shape, layer: int) -> tuple[str, ...]:
     return (_QKV[0], *([] if shape.names.gate is None else [shape.names.gate]), *own)
 
 
+def attention_rows(shape: Shape, layer: int) -> dict[str, int]:
+    """The rows of the matrices of a layer's attention, in the order of the fused projection."""
+    sizes = shape.heads_of(layer)
+    query, key = shape.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
+    first = (query + shape.gate_rows,) if shape.names.gate is None else (query, shape.gate_rows)
+    return dict(zip(_projections(shape, layer), (*first, key, key), strict=False))
+
+
 def _mlp_of(shape: Shape, layer: int) -> str:
     """What the names of a layer's gated MLP begin with."""
     beside = shape.kind(layer).experts and shape.experts is not None
@@ -539,10 +547,7 @@ class Packer:
         shape, sizes = self._shape, self._shape.heads_of(index)
         query, key = shape.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
         apart = shape.names.gate is not None
-        parts = _projections(shape, index)
-        first = (query, shape.gate_rows) if apart else (query + shape.gate_rows,)
-        rows = dict(zip(parts, (*first, key, key), strict=False))
-        qkv = {name + part: count for part, count in rows.items()}
+        qkv = {name + part: count for part, count in attention_rows(shape, index).items()}
         layer.qkv = self._joined(name + shape.names.qkv, qkv, "matrix")
         layer.out = self.pack({f"{name}{shape.names.out}.weight": shape.hidden}, query, "matrix")
         if shape.sizes:

@@ -15,6 +15,7 @@ from shoal.decode.text.pieces import Detokenizer, TokenBytes
 from shoal.depth.plan import DepthPlan
 from shoal.engine.engine import Engine
 from shoal.engine.request import prompt_ids
+from shoal.model.lora.adapter import FittedAdapter
 from shoal.model.runner import SequenceChunk
 from shoal.types import TokenLogprob, finite_logprob
 
@@ -146,7 +147,10 @@ class Echo:
     offsets: Sequence[int] = ()
 
 
-def echo_of(engine: Engine, prompt: str | list[int], top: int | None, vocabulary: TokenBytes | None) -> Echo:
+def echo_of(
+    engine: Engine, prompt: str | list[int], top: int | None, vocabulary: TokenBytes | None,
+    adapter: FittedAdapter | None = None,
+) -> Echo:
     """The echo of a prompt, with `top` alternatives for each of its tokens; None for no log-probabilities.
 
     Raises:
@@ -161,17 +165,20 @@ def echo_of(engine: Engine, prompt: str | list[int], top: int | None, vocabulary
     if top is None:
         return Echo(text)
     offsets = [min(offset, len(text)) for offset in prompt_offsets(prompt, ids, vocabulary)]
-    return Echo(text, prompt_logprobs(engine, ids, top), offsets)
+    return Echo(text, prompt_logprobs(engine, ids, top, adapter), offsets)
 
 
 @torch.no_grad()
-def prompt_logprobs(engine: Engine, ids: Sequence[int], top: int) -> list[TokenLogprob]:
+def prompt_logprobs(
+    engine: Engine, ids: Sequence[int], top: int, adapter: FittedAdapter | None = None
+) -> list[TokenLogprob]:
     """The log-probability of each token of a prompt, by all layers and without sampling options; 0 for the first.
 
     The prompt is read a second time for it, in turns with the scheduler.
     """
     runner, found = engine.runner, [TokenLogprob(ids[0], 0.0)]
     cache, plan = runner.new_cache(1), DepthPlan.full(runner.num_layers)
+    cache.adapt(0, adapter)
     size = min(_PIECE, runner.prefill_chunk)
     for first in range(0, len(ids) - 1, size):
         tokens = ids[first : first + size]

@@ -93,8 +93,8 @@ class TokenRoutes:
         if ignored and self._settings.strict:
             raise ApiError(400, f"{ignored[0]} is not supported", param=ignored[0], code="unsupported_parameter")
         asked = getattr(body := validated(given, kind), "model", None)
-        if asked not in (None, self._settings.model_name):
-            raise no_model(asked, self._settings.model_name)
+        if asked is not None and asked not in self._settings.names:
+            raise no_model(asked, *self._settings.names)
         return body, ignored
 
     def _tokenized(self, body: TokenizeBody) -> tuple[dict[str, Any], list[str]]:

@@ -5,6 +5,7 @@ optional: if they cannot run, `available()` is false and `why_not()` says why. A
 many tokens a forward has, so verifying a draft gives what decoding one by one gives.
 """
 
+from shoal.model.packed.native.adapters import NativeAdapter, put_adapters
 from shoal.model.packed.native.aside import Aside
 from shoal.model.packed.native.batch import (
     ATTENTION,
@@ -49,8 +50,8 @@ from shoal.model.packed.native.weights import (
 
 __all__ = [
     "ATTENTION", "Arena", "Aside", "ChainWish", "Foreseen", "Foresight", "KVBinding", "Kind", "LANES", "MAX_EXPERTS",
-    "MAX_HEAD_DIM", "MAX_NODES", "MAX_STREAMS", "MAX_TOKENS", "MLP", "Memory", "NativeBatch", "NativeChain",
-    "NativeModel", "OWN", "OwnSlots", "PackedWeight", "Path", "STORE", "SlotChoice", "SlotLabels", "as_packed",
-    "available", "chain_ancestors", "kind_of_type", "layout_version", "matmul", "pack", "pack_blocks", "packed_bytes",
-    "scatter", "share_inputs", "vector_set", "why_not",
+    "MAX_HEAD_DIM", "MAX_NODES", "MAX_STREAMS", "MAX_TOKENS", "MLP", "Memory", "NativeAdapter", "NativeBatch",
+    "NativeChain", "NativeModel", "OWN", "OwnSlots", "PackedWeight", "Path", "STORE", "SlotChoice", "SlotLabels",
+    "as_packed", "available", "chain_ancestors", "kind_of_type", "layout_version", "matmul", "pack", "pack_blocks",
+    "packed_bytes", "put_adapters", "scatter", "share_inputs", "vector_set", "why_not",
 ]

@@ -353,6 +353,7 @@ static void run_apart(Worker *w, int entry, const Chosen *c) {
     foresee(w, entry, c, routes);
     open_whole(w, layer, c);
     multiply_all(w, &layer->down, c, layer->down_bias, finish_aside, NULL);
+    w->site = 0;
     meet(&r->team, w->id);
     put_apart(w, c, e->beside_norm, 1);
     w->lots.count = 0;

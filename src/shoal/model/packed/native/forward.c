@@ -138,6 +138,8 @@ static int64_t lay_out(Run *r, char *memory, int threads) {
     r->ups = at;
     if (m->cuts) at += tokens * r->hidden_line;
     r->qkv = at, at += tokens * r->qkv_line;
+    r->low_line = round_up(most_rank(r->b), LANES);
+    r->low = at, at += tokens * r->low_line;
     r->attended = at, at += round_up(tokens * m->heads * m->head_dim, LANES);
     r->raw_line = round_up(m->raw, LANES), r->wide_line = round_up(m->wide, LANES);
     r->raw = at, at += tokens * r->raw_line;
@@ -343,7 +345,8 @@ void shoal_matmul(const ShoalWeight *w, const float *x, int tokens, float *out, 
 }
 
 /* Sizes of the structures, for the test that compares them with their mirrors in Python. */
-void shoal_sizes(int64_t sizes[13]) {
+void shoal_sizes(int64_t sizes[15]) {
+    sizes[13] = sizeof(ShoalLowRank), sizes[14] = sizeof(ShoalAdapter);
     sizes[12] = sizeof(ShoalAlternation);
     sizes[11] = sizeof(ShoalForesight);
     sizes[10] = sizeof(ShoalLatent);

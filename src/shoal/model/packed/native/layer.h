@@ -2,25 +2,16 @@
 #ifndef SHOAL_LAYER_H
 #define SHOAL_LAYER_H
 
+#include "adapters.h"
 #include "attend.h"
 
 /* Consumes the sums of a few row blocks of a panel, see multiply(). Row blocks are counted from the first one of the stack
    that the matrix is a part of. */
 typedef void Finish(const Worker *w, const Chosen *c, const float *bias, int block, int count, void *to);
 
-/* Prepare lines of x, `step` apart, as activations: those of `tokens`, or the first ones. */
-typedef struct {
-    const float *x;
-    Norm norm;
-    int64_t step;
-    const int *tokens;
-    int count;
-    float eps; /* of the norm; 0: the model's */
-} Lines;
-
+/* Prepare lines as activations. */
 static void prepare_some(const Worker *w, const ShoalWeight *weight, const Lines *l, int first, int last) {
-    for (int i = first; i < last; i++)
-        prepare(w->ready, weight, l->x + (l->tokens ? l->tokens[i] : i) * l->step, l->norm, l->eps > 0 ? l->eps : w->run->m->eps, i, l->count);
+    for (int i = first; i < last; i++) prepare(w->ready, weight, line_at(l, i), l->norm, eps_of(w, l), i, l->count);
 }
 
 /* The inputs of a sublayer, with the norm that is left to do. */
@@ -86,6 +77,7 @@ static void multiply_part(const Worker *w, int queue, const ShoalWeight *weight,
         for (int block = first * unit, last = (first + taken) * unit, count; block < last; block += count) {
             count = min_int(last - block, PANEL - block % PANEL);
             multiply(weight, w->ready, c->count, block, count, w->sums);
+            add_low_rank(w, c, offset + block, count);
             finish(w, c, bias, offset + block, count, to);
         }
 }
@@ -101,6 +93,7 @@ static void multiply_sides(const Worker *w, const ShoalWeight pair[2], const Cho
     const int step = c->count * 2 * LANES;
     for (int block = first; block < last; block++) {
         for (int side = 0; side < 2; side++) multiply(pair + side, w->ready, c->count, block, 1, w->sums + side * step);
+        add_low_rank(w, c, 2 * block, 2);
         finish(w, c, bias, 2 * block, 2, to);
     }
 }
@@ -347,8 +340,9 @@ static void multiply_stack(Worker *w, const ShoalWeight parts[3], Norm norm, con
 }
 
 /* A sublayer's last matrix; its result is added to the states, normalised if there is a norm. */
-static void multiply_into_states(const Worker *w, const ShoalWeight *weight, const Chosen *c, const float *bias, const float *norm) {
+static void multiply_into_states(Worker *w, const ShoalWeight *weight, const Chosen *c, const float *bias, const float *norm) {
     multiply_all(w, weight, c, bias, norm ? finish_aside : finish_residual, NULL);
+    w->site = 0;
     meet(&w->run->team, w->id);
     if (!norm) return;
     add_normed(w, c, norm);
@@ -370,8 +364,13 @@ static void open_latent(Worker *w, const ShoalLayer *layer, const Chosen *c);
 static void project_heads(Worker *w, const ShoalLayer *layer, const Chosen *c) {
     int rows = 0;
     for (int i = 0; i < 3; i++) rows += layer->qkv[i].rows;
-    if (layer->latent) project_latent(w, layer, c);
-    else multiply_stack(w, layer->qkv, norm_before(layer), c, layer->qkv_bias, w->run->m->qkv_limit > 0 ? finish_limited : finish_qkv, &rows);
+    if (layer->latent) {
+        project_latent(w, layer, c);
+        return;
+    }
+    lower(w, layer, SITE_QKV, lines_read(w->run, norm_before(layer), c->token, c->count), c);
+    multiply_stack(w, layer->qkv, norm_before(layer), c, layer->qkv_bias, w->run->m->qkv_limit > 0 ? finish_limited : finish_qkv, &rows);
+    w->site = 0;
 }
 
 /* Keys and values of the tokens whose attention does not run. */
@@ -423,6 +422,7 @@ static void run_attention(Worker *w, int entry) {
         mixed.x = r->opened, mixed.step = r->m->opened;
     }
     w->scale = r->m->residual_scale * r->m->out_scales[0];
+    lower(w, layer, SITE_O, mixed, &c);
     prepare_together(w, &layer->o, mixed);
     multiply_into_states(w, &layer->o, &c, layer->o_bias, layer->attention_out_norm);
 }
@@ -434,22 +434,23 @@ static void run_experts(Worker *w, int entry);
 /* The MLP of a layer up to its last matrix, whose inputs are then prepared, for these tokens. */
 static void open_whole(Worker *w, const ShoalLayer *layer, const Chosen *c) {
     const Run *r = w->run;
-    prepare_together(w, layer->gate_up, lines_read(r, norm_after(layer), c->token, c->count));
+    const Lines read = lines_read(r, norm_after(layer), c->token, c->count);
+    Lines opened = {.x = r->hidden, .norm = {layer->down_sub_norm, NULL}, .step = r->hidden_line, .tokens = c->token, .count = c->count};
+    lower(w, layer, SITE_GATE_UP, read, c);
+    prepare_together(w, layer->gate_up, read);
     Neurons all = {.ffn = layer->down.cols, .line = r->hidden_line, .curve = layer->curve};
     if (layer->cuts) {
         if (layer->gate_up->paired) multiply_all(w, layer->gate_up, c, layer->gate_up_bias, finish_sides, &all.ffn);
         else multiply_both(w, layer->gate_up, c, layer->gate_up_bias, finish_sides, &all.ffn);
         meet(&w->run->team, w->id);
         cut_gates(w, layer, c);
-        prepare_together(w, &layer->down, (Lines){.x = r->ups, .step = r->hidden_line, .tokens = c->token, .count = c->count});
-        return;
-    }
-    if (layer->gate_up->paired) multiply_all(w, layer->gate_up, c, layer->gate_up_bias, finish_gated, &all);
+        opened.x = r->ups, opened.norm = (Norm){0};
+    } else if (layer->gate_up->paired) multiply_all(w, layer->gate_up, c, layer->gate_up_bias, finish_gated, &all);
     else if (!layer->gate_up[1].rows) multiply_all(w, layer->gate_up, c, layer->gate_up_bias, finish_plain, &all);
     else multiply_both(w, layer->gate_up, c, layer->gate_up_bias, finish_gated, &all);
-    meet(&w->run->team, w->id);
-    prepare_together(w, &layer->down, (Lines){.x = r->hidden, .norm = {layer->down_sub_norm, NULL}, .step = r->hidden_line,
-                                              .tokens = c->token, .count = c->count});
+    if (!layer->cuts) meet(&w->run->team, w->id); /* cut_gates ends with it */
+    lower(w, layer, SITE_DOWN, opened, c);
+    prepare_together(w, &layer->down, opened);
 }
 
 /* The whole MLP of a layer. */

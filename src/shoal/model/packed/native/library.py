@@ -162,12 +162,26 @@ class ChoiceStruct(ctypes.Structure):
                 ("label_room", c_int32), ("apart", c_int32)]
 
 
+class LowRankStruct(ctypes.Structure):
+    """What an adapter adds to the outputs of a layer's matrices."""
+
+    _fields_ = [("down", c_void_p), ("up", c_void_p), ("spans", c_void_p), ("rank", c_int32), ("cols", c_int32)]
+
+
+class AdapterStruct(ctypes.Structure):
+    """An adapter. `memory` keeps alive what its parts point to."""
+
+    memory: object
+
+    _fields_ = [("parts", POINTER(LowRankStruct)), ("rank", c_int32)]
+
+
 class BatchStruct(ctypes.Structure):
     """The tokens of one forward and their cache.
 
     `numbers`, int32, holds ids, positions, places of sequences, nodes, committed positions, wanted tokens, layers and
-    starts, one after the other. With `best` and `read`, of `argmax` and `likeliest`, `recurrent`, of `spans`, and
-    `memory` it keeps alive what the pointers point to.
+    starts, one after the other. With `best` and `read`, of `argmax` and `likeliest`, `recurrent`, of `spans`,
+    `adapted`, of `adapters`, and `memory` it keeps alive what the pointers point to.
     """
 
     numbers: array[int]
@@ -176,6 +190,7 @@ class BatchStruct(ctypes.Structure):
     read: c_int32 | None = None
     recurrent: tuple[object, ...] = ()
     memory: object
+    adapted: object = None
 
     _fields_ = [
         ("tokens", c_int32), ("wanted_count", c_int32), ("active_count", c_int32), ("rows", c_int32), ("ids", c_void_p),
@@ -186,7 +201,8 @@ class BatchStruct(ctypes.Structure):
         ("select", SELECT), ("slots", c_void_p), ("counts", c_void_p), ("apart", c_void_p), ("choices", c_void_p),
         ("taps", c_void_p), ("tapped", c_void_p), ("vectors", c_void_p), ("beside", c_void_p), ("experts", c_void_p),
         ("groups", c_void_p), ("expert_count", c_int32), ("tap_count", c_int32), ("span_count", c_int32),
-        ("spans", c_void_p), ("states", c_void_p), ("inputs", c_void_p), ("aside", ASIDE), ("others", c_void_p),
+        ("spans", c_void_p), ("states", c_void_p), ("inputs", c_void_p), ("adapters", c_void_p),
+        ("aside", ASIDE), ("others", c_void_p),
         ("leaves_at", c_int32),
     ]
 

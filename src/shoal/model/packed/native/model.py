@@ -25,6 +25,7 @@ from shoal.model.layers.mamba import SelectiveScan
 from shoal.model.layers.mixer import Mixer
 from shoal.model.packed.linear import Linear, parts_of
 from shoal.model.packed.mixers import Projection
+from shoal.model.packed.native.adapters import NativeAdapter, put_adapters
 from shoal.model.packed.native.aside import Aside
 from shoal.model.packed.native.batch import ChoicesAtWork, KVBinding, NativeBatch, OwnSlots, SlotChoice, address
 from shoal.model.packed.native.chain import ChainWish, NativeChain, Path
@@ -216,7 +217,8 @@ class NativeModel:
         choose: Choose | None = None, choices: Sequence[SlotChoice | None] | None = None,
         vectors: Tensor | None = None, argmax: array[int] | None = None,
         experts: tuple[ExpertMLPs, Sequence[Sequence[int]]] | None = None, spans: Spans | None = None,
-        beside: Tensor | None = None, tapped: Sequence[int] | None = None, aside: Aside | None = None,
+        beside: Tensor | None = None, tapped: Sequence[int] | None = None,
+        adapters: Sequence[NativeAdapter | None] | None = None, aside: Aside | None = None,
     ) -> Tensor:
         """Run a batch, and write its keys and values to their slots of the cache; returns logits, float32 [wanted, V].
 
@@ -239,6 +241,7 @@ class NativeModel:
             spans: the states of recurrences; None if the model has none.
             beside: float32 [tokens, rows of the fused projection], added to queries, keys and values before they are
                 normed and rotated; only for a model of one layer.
+            adapters: of each token, made for this model, or None; None for none at all.
             aside: what one of several threads does meanwhile. It is left undone where there is one thread, or threads
                 of another forward have parted. It must not run a forward of this model. What it raises is raised here.
 
@@ -257,6 +260,8 @@ class NativeModel:
             experts[0].put_into(struct, experts[1])
         if spans is not None:
             spans.put_into(struct)
+        if adapters is not None:
+            put_adapters(struct, adapters)
         asked = None if choose is None else _Asked(choose, batch, struct, self.shape)
         at_work = None if choices is None else ChoicesAtWork(choices, struct, self.shape.heads, self.shape.kv_heads)
         logits = self._parting(aside, struct, lambda: self.run(struct, argmax, threads, asked))

@@ -45,6 +45,8 @@ typedef struct {
     const ShoalModel *m;
     const ShoalBatch *b;
     float *read; /* what sublayers read: x, or if the model keeps normed states, these */
+    float *low; /* [tokens] lines of what adapters make of a site's inputs, see adapters.h */
+    int64_t low_line;
     float *x, *qkv, *attended, *hidden, *states; /* [tokens] lines each; states: [split][token][head] of each segment */
     float *inputs, *channels, *mixed; /* [tokens] lines each, of recurrences */
     int64_t x_line, qkv_line, hidden_line, mixed_line;
@@ -109,6 +111,7 @@ typedef struct {
     Lots lots;
     float *line;   /* [hidden, or the numbers of a layer's input, rounded up to whole vectors] */
     int asked;     /* whose queries these are: first token of a segment * KV heads + KV head; -1: nobody's */
+    int site;      /* 1 + the layer SITES + the site whose outputs adapters add to; 0: none */
     int stored;    /* whether the keys and values of the current layer are already in the cache */
     Chunk chunk;
 } Worker;

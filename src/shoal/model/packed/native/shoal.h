@@ -256,6 +256,21 @@ typedef struct {
     int32_t first, count;
 } ShoalSpan;
 
+/* What an adapter of low rank adds to the outputs of a layer's matrices: B (A x), x being what the matrices read. Matrices one above the
+   other, and pairs, are one site; their rows of A are one above the other. */
+enum { SITE_QKV, SITE_O, SITE_GATE_UP, SITE_DOWN, SITES };
+typedef struct {
+    const float *down;    /* [rank] lines of cols, rounded up to whole vectors */
+    const float *up;      /* [row blocks of the site][rank][16], with the factor in it */
+    const int32_t *spans; /* [row blocks][2]: the first row of A of which a block has something, and the end */
+    int32_t rank, cols;   /* rank 0: nothing */
+} ShoalLowRank;
+
+typedef struct {
+    const ShoalLowRank *parts; /* [num_layers][SITES] */
+    int32_t rank;              /* the most of any part */
+} ShoalAdapter;
+
 /* Tokens of one row are consecutive, and consecutive nodes of its tree; earlier nodes are already in their slots.
    Rows ascend. */
 typedef struct {
@@ -295,6 +310,7 @@ typedef struct {
     float *const *states;      /* [active_count][span_count][2]: a recurrence's state before a span, NULL for the first one of a text,
                                   and where the state after it goes; both NULL in layers without one */
     float *const *inputs;      /* [active_count]: gets the inputs of a recurrence, [tokens] lines of whole vectors; or NULL */
+    const ShoalAdapter *const *adapters; /* [tokens], NULL for a token without; or NULL: there are none */
     void (*aside)(void);       /* called once all taps up to a layer are there, by one thread of several, which leaves the others; the
                                   forward ends when both have. NULL: all go on together */
     double *others;            /* with `aside`: gets the seconds that the others went on for; 0 if nobody left */
