@@ -23,8 +23,8 @@ NEEDS = pytest.mark.skipif(not HAS, reason="early transformers 5")
 KINDS = ["sliding_attention", "sliding_attention", "full_attention"]
 
 
-def assistant(family: str, clusters: bool = False, hidden: int = 16) -> PreTrainedModel:
-    """An assistant for a family's model, in float64.
+def assistant(family: str, clusters: bool = False, hidden: int = 16, **sizes: int) -> PreTrainedModel:
+    """An assistant for a family's model, in float64; `sizes` are those of the model's config that are others.
 
     transformers 5.23 refuses layers that all read another model's keys (`kv_sharing_modes`), so it is told here.
     """
@@ -33,7 +33,8 @@ def assistant(family: str, clusters: bool = False, hidden: int = 16) -> PreTrain
     text = tiny(family).config.to_dict() | {
         "model_type": "gemma4_text", "hidden_size": hidden, "num_hidden_layers": 3, "layer_types": [*KINDS],
         "num_kv_shared_layers": 3, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0,
-        "use_double_wide_mlp": False, "enable_moe_block": False, "global_head_dim": 16, "attention_k_eq_v": False}
+        "use_double_wide_mlp": False, "enable_moe_block": False, "global_head_dim": 16, "attention_k_eq_v": False,
+        **sizes}
     text.pop("per_layer_config", None)
     own = Gemma4TextConfig.kv_sharing_modes
     with pytest.MonkeyPatch.context() as patch, torch.random.fork_rng():

@@ -45,13 +45,13 @@ def law(masked_last: bool = False) -> dict[Words, float]:
     return found
 
 
-def samples(method: Method) -> tuple[list[Words], float]:
-    """Many short answers to one prompt, and the share of guesses that were kept."""
+def samples(method: Method, engine: Engine | None = None) -> tuple[list[Words], float]:
+    """Many short answers to one prompt, of `target` or another engine, and the share of guesses that were kept."""
     found: list[Words] = []
     drafted = accepted = 0
     for seed in range(ROUNDS):
-        results = target().generate([START] * ROWS, method=Bound(method, FIVE), max_new_tokens=HORIZON, seed=seed,
-                                    temperature=TEMPERATURE, top_k=TOP_K)
+        results = (engine or target()).generate([START] * ROWS, method=Bound(method, FIVE), max_new_tokens=HORIZON,
+                                                seed=seed, temperature=TEMPERATURE, top_k=TOP_K)
         found += [result.tokens for result in results]
         drafted += sum(result.stats.drafted for result in results)
         accepted += sum(result.stats.accepted for result in results)

@@ -31,11 +31,12 @@ def draft() -> Any:
 
 
 @functools.cache
-def probs(temperature: float = TEMPERATURE) -> dict[Words, float]:
+def probs(temperature: float = TEMPERATURE, engine: Engine | None = None) -> dict[Words, float]:
     """Of the tokens after the first, given all before: from the model's own forward on every text."""
     words = list(itertools.product(range(VOCABULARY), repeat=HORIZON))
+    whole = torch.tensor([[*PROMPT, *one] for one in words])
     with torch.inference_mode():
-        logits = target().model(torch.tensor([[*PROMPT, *one] for one in words])).logits[:, len(PROMPT) - 1 : -1]
+        logits = (engine or target()).model(whole).logits[:, len(PROMPT) - 1 : -1]
     scaled = logits / temperature
     least = scaled.topk(TOP_K).values[..., -1:]
     shares = scaled.masked_fill(scaled < least, -torch.inf).softmax(-1)
@@ -43,8 +44,10 @@ def probs(temperature: float = TEMPERATURE) -> dict[Words, float]:
     return {one: share for one, share in zip(words, own.tolist(), strict=True) if share > 0}
 
 
-def samples(method: Method, temperature: float = TEMPERATURE) -> tuple[list[Words], float]:
-    """Many short answers to one prompt, and the share of guesses that were kept."""
+def samples(
+    method: Method, temperature: float = TEMPERATURE, engine: Engine | None = None
+) -> tuple[list[Words], float]:
+    """Many short answers to one prompt, of `target` or another engine, and the share of guesses that were kept."""
     found: list[Words] = []
     drafted = accepted = 0
     for seed in range(ROUNDS):
@@ -55,7 +58,7 @@ def samples(method: Method, temperature: float = TEMPERATURE) -> tuple[list[Word
             "temperature": temperature,
             "top_k": TOP_K,
         }
-        results = target().generate([PROMPT] * ROWS, **options)
+        results = (engine or target()).generate([PROMPT] * ROWS, **options)
         found += [result.tokens for result in results]
         drafted += sum(result.stats.drafted for result in results)
         accepted += sum(result.stats.accepted for result in results)

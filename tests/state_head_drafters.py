@@ -9,7 +9,7 @@ import functools
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +110,14 @@ def write(folder: Path, form: HeadsForm, seed: int = 1) -> Path:
         save_file(tensors, folder / form.file)
     (folder / "config.json").write_text(json.dumps(dict(form.config)), "utf-8")
     return folder
+
+
+def write_for(folder: Path, name: str, vocabulary: int) -> Path:
+    """Write heads in a form of `HEADS_FORMS`, for a tiny model with so many tokens."""
+    form = HEADS_FORMS[name]
+    sizes = {key: tuple(vocabulary if size == VOCAB else size for size in sizes) for key, sizes in form.sizes.items()}
+    counts = {key: vocabulary if key == "truncated_vocab_size" else value for key, value in form.config.items()}
+    return write(folder, replace(form, sizes=sizes, config={**counts, "vocab_size": vocabulary}))
 
 
 @functools.cache

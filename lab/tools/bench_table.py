@@ -11,7 +11,8 @@ lab/reports/real/avx512, and the latter those in lab/reports/real/amx as well. T
 `<!-- benchmarks:begin -->` and `<!-- benchmarks:end -->`, that of auto between `<!-- auto:begin -->` and
 `<!-- auto:end -->`, and that of lab/reports/real/amx between `<!-- amx:begin -->` and `<!-- amx:end -->`. The page of
 lab/reports/parts shows the results of `shoal bench-drafts` on trained layers there, and between `<!-- cards:begin -->`
-and `<!-- cards:end -->` the cards of components, those that ship or are in hub and those in lab/reports/parts. What
+and `<!-- cards:end -->` the cards of components, those that ship or are in hub and those in lab/reports/parts, and
+between `<!-- kept:begin -->` and `<!-- kept:end -->` what lab/benchmarks/acceptance.py counted there. What
 types of files cost, from lab/reports/types, goes between `<!-- types:begin -->` and `<!-- types:end -->`.
 """
 
@@ -81,7 +82,7 @@ def documents(results: Path = ROOT / "lab" / "reports" / "results") -> dict[Path
     drafting = PAGES / "drafts" / "README.md"
     pages[drafting] = filled(pages[drafting], autos(_reports(results.parent / "auto")), "auto")
     parts = PAGES / "parts" / "README.md"
-    pages[parts] = filled(pages[parts], cards(), "cards")
+    pages[parts] = filled(filled(pages[parts], cards(), "cards"), kept(_reports(results.parent / "parts")), "kept")
     return pages
 
 
@@ -201,6 +202,20 @@ def cards() -> str:
     header = ["part", "for", "first, second, third guess right where those before it were, %", "tokens per forward",
               "trained on, thousand tokens", "minutes", "MB"]
     return "\n" + markdown(header, lines) + "\n\n"
+
+
+def kept(reports: Sequence[tuple[Path, dict[str, Any]]]) -> str:
+    """What lab/benchmarks/acceptance.py counted, each of its reports as a table with its command."""
+    header = ["texts", "method", "tokens per forward", "guesses kept, %",
+              "first, second, third, fourth guess kept, % of forwards"]
+    found = []
+    for _, report in (one for one in reports if "acceptance.py" in one[1].get("command", "")):
+        rows = [[f"{row['texts']} ({row['n']})", f"`{row['method']}`", f"{row['tokens_per_forward']:.2f}",
+                 f"{100 * row['kept']:.0f}", ", ".join(f"{100 * one / row['forwards']:.0f}" for one in row["kept_at"])]
+                for row in report["rows"]]
+        found.append(f"\n**{report['model']}**, {report['new_tokens']} tokens, {report['date'][:10]}:\n\n"
+                     f"{markdown(header, rows)}\n\n{_FENCE}{current(report['command'])}\n```\n")
+    return "\n".join(found)
 
 
 def _card(path: Path) -> list[str]:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import functools
-import tempfile
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,68 +11,22 @@ import torch
 import shoal.speculative.choose as choosing
 import shoal.speculative.model as model
 import shoal.speculative.state_drafter as state_drafter
-from dflash_drafters import BLOCK_FORMS
-from dflash_drafters import write as write_block
+from assistants import NEEDS
 from drafts import noisy
-from eagle_drafters import FORMS, write
-from eagle_part import write_eagle_for
 from exactness import chi_square
-from families import HIDDEN, VOCAB
+from law_drafters import another, block, brings, heads, in_parallel, layer, with_assistant
 from sampled_law import VOCABULARY, draft, probs, samples, target
+from shoal.methods.common.drafting import RuleName
 from shoal.methods.dflash import DFlash
 from shoal.methods.draft_model import DraftModel
 from shoal.methods.eagle import Eagle
 from shoal.methods.full import Full
 from shoal.methods.mlp_speculator import MLPSpeculator
+from shoal.methods.mtp import Mtp
 from shoal.methods.prompt_lookup import PromptLookup
 from shoal.model.kv.layer import KVLayer
 from shoal.speculative.choose import Place
-from state_head_drafters import HEADS_FORMS
-from state_head_drafters import write as write_heads
 from turns import by_turns
-
-
-@functools.cache
-def layer() -> str:
-    """A random layer for the target, which guesses all of its tokens but one."""
-    return str(write_eagle_for(target(), Path(tempfile.mkdtemp(prefix="shoal-law-")), (0, 1, 3, 4)))
-
-
-@functools.cache
-def another() -> str:
-    """A drafter of another tool for the target, which guesses some of its tokens."""
-    form = replace(
-        FORMS["eagle3"], config={"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}, vocabulary=VOCABULARY,
-        kept=(0, 1, 3, 4), more={"norm.weight": (HIDDEN,), "lm_head.weight": (4, HIDDEN)})
-    return str(write(Path(tempfile.mkdtemp(prefix="shoal-law-")), form))
-
-
-@functools.cache
-def block() -> str:
-    """A drafter of DFlash for the target, which guesses some of its tokens."""
-    form = replace(
-        BLOCK_FORMS["dflash, speculators"], vocabulary=VOCABULARY, kept=(0, 1, 3, 4), taps=(0, 1), mask=2,
-        config={**BLOCK_FORMS["dflash, speculators"].config, "aux_hidden_state_layer_ids": [0, 1],
-                "mask_token_id": 2}, more={"lm_head.weight": (4, HIDDEN)})
-    return str(write_block(Path(tempfile.mkdtemp(prefix="shoal-law-")), form))
-
-
-@functools.cache
-def heads(name: str) -> str:
-    """Heads of Medusa or an MLP speculator for the target."""
-    form = HEADS_FORMS[name]
-    sizes = {key: tuple(VOCABULARY if size == VOCAB else size for size in sizes) for key, sizes in form.sizes.items()}
-    config = {**form.config, "vocab_size": VOCABULARY}
-    return str(write_heads(Path(tempfile.mkdtemp(prefix="shoal-law-")), replace(form, sizes=sizes, config=config)))
-
-
-@functools.cache
-def in_parallel() -> Any:
-    """A draft model that guesses in parallel."""
-    model = noisy(target().model, 0.15, seed=3)
-    model.config.pard_token = 2
-    return model
-
 
 EXACT = {
     "plain": Full(),
@@ -98,6 +49,34 @@ EXACT = {
 }
 
 
+BROUGHT: dict[str, tuple[int, Mtp]] = {
+    "a layer": (1, Mtp(length=3, stop=0.0, rule="rejection")),
+    "a layer, match": (1, Mtp(length=3, stop=0.0)),
+    "two layers": (2, Mtp(length=3, stop=0.0, rule="rejection")),
+    "three layers, match": (3, Mtp(length=3, stop=0.0)),
+}
+"""Layers for further tokens that the model brings, by their number."""
+
+
+@by_turns("name", BROUGHT)
+@pytest.mark.quick(1)
+def test_with_layers_that_the_model_brings_it_is_the_same_law(name: str) -> None:
+    count, method = BROUGHT[name]
+    found, kept = samples(method, engine=brings(count))
+    assert chi_square(found, probs()) > 1e-4
+    assert 0.05 < kept < 0.95
+
+
+@NEEDS
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["rejection", "match"])
+def test_an_assistant_leaves_its_models_law(rule: RuleName) -> None:
+    engine, folder = with_assistant()
+    found, kept = samples(Mtp(part=folder, length=3, stop=0.0, rule=rule), engine=engine)
+    assert chi_square(found, probs(engine=engine)) > 1e-4
+    assert 0.05 < kept < 0.95
+
+
 @by_turns("name", EXACT)
 @pytest.mark.quick(3)
 def test_samples_have_the_law_of_the_target(name: str) -> None:
@@ -117,13 +96,16 @@ def test_a_wrong_order_of_siblings_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
     assert chi_square(samples(EXACT["tree"])[0], probs()) < 1e-6
 
 
+_CHOOSE = choosing.choose
+
+
+def flattened(*args: Any) -> Any:
+    """Guesses drawn as always, which say that they came from an even law."""
+    return [type(g)(g.tokens, torch.full_like(g.probs, 1 / VOCABULARY), g.logs) for g in _CHOOSE(*args)]
+
+
 @pytest.mark.slow
 def test_a_law_that_was_not_drawn_from_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = choosing.choose
-
-    def flattened(*args: Any) -> Any:
-        return [type(g)(g.tokens, torch.full_like(g.probs, 1 / VOCABULARY), g.logs) for g in real(*args)]
-
     monkeypatch.setattr(model, "extend", functools.partial(choosing.extend, pick=flattened))
     assert chi_square(samples(EXACT["chain"])[0], probs()) < 1e-6
 
@@ -146,13 +128,25 @@ def test_one_number_for_all_draws_is_seen(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["trained layer", "drafter of another tool", "block", "heads"])
 def test_a_law_of_a_layer_that_was_not_drawn_from_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = state_drafter.choose
-
-    def flattened(*args: Any) -> Any:
-        return [type(g)(g.tokens, torch.full_like(g.probs, 1 / VOCABULARY), g.logs) for g in real(*args)]
-
     monkeypatch.setattr(state_drafter, "choose", flattened)
     assert chi_square(samples(EXACT[name])[0], probs()) < 1e-6
+
+
+@pytest.mark.slow
+def test_a_law_of_further_layers_that_was_not_drawn_from_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_drafter, "choose", flattened)
+    for name in ("a layer", "two layers"):
+        count, method = BROUGHT[name]
+        assert chi_square(samples(method, engine=brings(count))[0], probs()) < 1e-6, name
+
+
+@NEEDS
+@pytest.mark.slow
+def test_a_law_of_an_assistant_that_was_not_drawn_from_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, folder = with_assistant()
+    monkeypatch.setattr(state_drafter, "choose", flattened)
+    method = Mtp(part=folder, length=3, stop=0.0, rule="rejection")
+    assert chi_square(samples(method, engine=engine)[0], probs(engine=engine)) < 1e-6
 
 
 @pytest.mark.slow

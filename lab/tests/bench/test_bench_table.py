@@ -54,6 +54,18 @@ def test_the_tables_are_up_to_date(tool: ModuleType) -> None:
     assert not stale, f"{stale} are out of date; run: python lab/tools/bench_table.py"
 
 
+def test_kept_guesses_are_told_by_place(tool: ModuleType) -> None:
+    row = {"texts": "chat", "method": "eagle", "n": 3, "forwards": 50, "tokens_per_forward": 1.604, "kept": 0.376,
+           "guessed_at": [50, 30], "kept_at": [20, 10]}
+    report = {"command": "python lab/benchmarks/acceptance.py --model M", "model": "M", "new_tokens": 96,
+              "date": "2030-01-02T03:04:05", "rows": [row]}
+    other = {"command": "shoal train eagle", "bytes": 3}
+    lines = tool.kept([(Path("a"), other), (Path("b"), report)]).splitlines()
+    assert lines[1] == "**M**, 96 tokens, 2030-01-02:"
+    assert "| chat (3) | `eagle` | 1.60 | 38 | 40, 20 |" in lines
+    assert "python lab/benchmarks/acceptance.py --model M" in lines
+
+
 def test_recorded_commands_are_shown_as_they_are_given_today() -> None:
     reports = (json.loads(path.read_text("utf-8")) for path in (ROOT / "lab" / "reports").rglob("*.json"))
     commands = [one["command"] for one in reports if str(one.get("command")).startswith("shoal bench")]

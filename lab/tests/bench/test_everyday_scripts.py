@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -43,6 +44,27 @@ def test_drafts_in_batches_are_measured() -> None:
     rows = json.loads(done.stdout.splitlines()[-1])["rows"]
     assert [(row["together"], row["n"], row["equal"]) for row in rows] == [(1, 4, 4), (2, 8, 8)]
     assert all(row["tokens_per_forward"] >= 1 and row["faster"]["median"] > 0 for row in rows)
+
+
+@pytest.mark.slow
+def test_guesses_that_are_kept_are_counted_by_place(tmp_path: Path) -> None:
+    chat = tmp_path / "mt_bench" / "question.jsonl"
+    chat.parent.mkdir()
+    asked = ({"turns": [f"Tell me about {name}."], "category": "writing"} for name in ("bees", "tides", "maps"))
+    chat.write_text("".join(json.dumps(one) + "\n" for one in asked))
+    (tmp_path / "vicuna").mkdir()
+    (tmp_path / "vicuna" / "vicuna_bench.jsonl").write_text("")
+    command = [sys.executable, "-W", "ignore", str(ROOT / "lab" / "benchmarks" / "acceptance.py"), "--model",
+               str(FOLDER / "llama-Q4_1.gguf"), "--data", str(tmp_path), "--methods",
+               "prompt_lookup:min_ngram=1:length=3,prompt_lookup:length=3", "--texts", "chat", "--items", "3",
+               "--new-tokens", "40", "--together", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    first, second = json.loads(done.stdout.splitlines()[-1])["rows"]
+    assert first["n"] == first["equal"] == second["equal"] == 3 and first["beyond_first"] == [0, 0, 0]
+    tokens = round(first["tokens_per_forward"] * first["forwards"])
+    assert tokens == first["forwards"] + sum(first["kept_at"]) > first["forwards"]
+    assert first["kept"] == round(sum(first["kept_at"]) / sum(first["guessed_at"]), 4) > 0
+    assert first["guessed_at"] == sorted(first["guessed_at"], reverse=True)
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from shoal.cli import main
 from shoal_lab.train import context_gate, corpus
@@ -73,6 +75,20 @@ def test_a_layer_that_reads_several_is_trained_and_used(
         assert main(["generate", "the sun", "--model", tiny_folder, *GREEDY, "--json", *argv]) == 0
         said.append(json.loads(capsys.readouterr().out))
     assert said[0]["tokens"] == said[1]["tokens"] == said[2]["tokens"]
+
+
+def test_a_part_is_trained_further(capsys: Any, tiny_folder: str, prompts: Path, tmp_path: Path) -> None:
+    first, _ = train(capsys, "eagle", tiny_folder, tmp_path / "part", "--prompts", prompts)
+    base = ["eagle", "--model", tiny_folder, "--out", tmp_path / "more", "--start", tmp_path / "part"]
+    more = [*base, "--answers", tmp_path / "part" / "answers", "--max-new-tokens", 12, "--epochs", 1, "--batch", 256]
+    assert main(["train", *map(str, more), "--json"]) == 0
+    card = json.loads(capsys.readouterr().out)
+    assert "start" not in first and len(card["start"]) == 16
+    before, after = (load_file(tmp_path / name / "part.safetensors") for name in ("part", "more"))
+    assert torch.equal(before["tokens"], after["tokens"])
+    assert before.keys() == after.keys() and not torch.equal(before["norm.weight"], after["norm.weight"])
+    for option, value in (("--taps", "1,4"), ("--vocabulary", 60)):
+        assert f"which {option} would make another" in refusal(capsys, *base, option, value)
 
 
 def test_layers_that_fill_blocks_are_trained_and_used(
@@ -235,8 +251,10 @@ def test_prompts_of_test_sets_are_left_out(capsys: Any, tiny_folder: str, prompt
     }.items():
         (data / name).parent.mkdir(parents=True, exist_ok=True)
         (data / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
-    _, err = train(capsys, "medusa", tiny_folder, tmp_path / "part", "--prompts", prompts, "--data", data)
-    assert f"{24 + 3} prompts" in err
+    argv = ["--prompts", prompts, "--data", data, "--each", 2]
+    _, err = train(capsys, "medusa", tiny_folder, tmp_path / "part", *argv)
+    open_ones = 2
+    assert f"{24 + 3 + open_ones} prompts" in err
 
 
 def test_what_cannot_be_done_is_refused(capsys: Any, tiny_folder: str, prompts: Path, tmp_path: Path) -> None:

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import functools
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import shoal.speculative.state_drafter as state_drafter
 import shoal_lab.drafts.masked as masked
 from exactness import chi_square
 from families import tiny
-from sampled_law import VOCABULARY, draft, probs, samples
+from sampled_law import VOCABULARY, draft, probs, samples, target
 from shoal_lab.methods.deer import DEER
+from shoal_lab.methods.medusa import Medusa
 from shoal_lab.methods.mirror_sd import MirrorSD
+from shoal_lab.methods.ppd import PPD
 from shoal_lab.methods.rapid import Rapid
 from shoal_lab.methods.rsd import RSD
 from shoal_lab.methods.vocabtrim import VocabTrim
+from state_head_drafters import write_for
+from trained_parts import medusa, ppd, written
 from turns import by_turns
 
 
@@ -26,7 +33,28 @@ def canvas() -> Any:
     return tiny("llama", vocab_size=VOCABULARY, layers=2, mask_token_id=4)
 
 
+@functools.cache
+def heads(name: str) -> str:
+    """Medusa's heads for the target, as another tool writes them."""
+    return str(write_for(Path(tempfile.mkdtemp(prefix="shoal-law-")), name, VOCABULARY))
+
+
+@functools.cache
+def trained(kind: str) -> str:
+    """A random component of a kind for the target, as it is trained here."""
+    module = {"medusa": lambda: medusa(target(), (0, 1, 3, 4)), "ppd": lambda: ppd(target())}[kind]()
+    folder = Path(tempfile.mkdtemp(prefix="shoal-law-"))
+    written(module, target(), folder)
+    return str(folder)
+
+
 EXACT = {
+    "heads": Medusa(part=heads("medusa, vLLM"), rule="rejection"),
+    "heads, match": Medusa(part=heads("medusa")),
+    "heads trained here": Medusa(part=trained("medusa"), rule="rejection"),
+    "heads trained here, tree": Medusa(part=trained("medusa"), nodes=5),
+    "prompts": PPD(part=trained("ppd"), rule="rejection"),
+    "prompts, match": PPD(part=trained("ppd"), nodes=6),
     "beam": RSD(draft(), beam=3, length=3),
     "beam, match": RSD(draft(), beam=3, length=3, rule="match"),
     "cut head": VocabTrim(draft(), tokens=(1, 3, 4), length=3, rule="rejection"),
@@ -44,6 +72,17 @@ def test_samples_have_the_law_of_the_target(name: str) -> None:
     found, kept = samples(EXACT[name])
     assert chi_square(found, probs()) > 1e-4
     assert 0.05 < kept < 0.95
+
+
+@pytest.mark.slow
+def test_a_law_of_heads_that_was_not_drawn_from_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = state_drafter.choose
+
+    def flattened(*args: Any) -> Any:
+        return [type(g)(g.tokens, torch.full_like(g.probs, 1 / VOCABULARY), g.logs) for g in real(*args)]
+
+    monkeypatch.setattr(state_drafter, "choose", flattened)
+    assert chi_square(samples(EXACT["heads"])[0], probs()) < 1e-6
 
 
 @pytest.mark.slow

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch.nn.functional import rms_norm
 
+from shoal.speculative import draft_head_file
 from shoal_lab.train.eagle import EagleModule, linear_start
+from shoal_lab.train.loop import Trainer, Training
 from shoal_lab.train.part import Base, TextBatch
 from tiny_corpus import made
-from trained_parts import target
+from trained_parts import eagle, part_for, target
 
 EPS = 1e-5
 
@@ -43,3 +46,24 @@ def test_a_fresh_layer_guesses_by_it_alone(tmp_path: Path) -> None:
     moved = torch.cat([rms_norm(x, x.shape[-1:], eps=EPS) for x in pair], -1) @ matrix.T
     guess = rms_norm(moved, moved.shape[-1:], eps=EPS) * sizes * fresh["norm.weight"].mean() / sizes.mean()
     assert torch.allclose(fresh.outputs(batch)[0], guess, atol=1e-4)
+
+
+def test_it_goes_on_from_a_part(tmp_path: Path) -> None:
+    """On other answers: first weights and tokens are the part's, and the run is another."""
+    engine, corpus = target("llama"), made(tmp_path)
+    base = Base(engine.runner)
+    part = draft_head_file.read(part_for("eagle", "llama"), "eagle", engine.info())
+    module = EagleModule.going_on(base, part, 2, 0)
+    held = eagle(engine).exported()
+    assert module.exported().keys() == held.keys() and module.begun is not None
+    assert all(torch.equal(tensor, held[name]) for name, tensor in module.exported().items())
+    how = Training(epochs=2, batch=256, half=False)
+    run = Trainer(module, corpus, how, tmp_path)
+    run.train(every=3)
+    assert run.run.losses[-1] < run.run.losses[0]
+    again = Trainer(EagleModule.going_on(base, part, 2, 0), corpus, how, tmp_path)
+    assert again.run.done
+    for name, tensor in module.exported().items():
+        assert torch.equal(again._module.exported()[name], tensor), name
+    with pytest.raises(ValueError, match="is of another run: start was"):
+        Trainer(EagleModule.fresh(base, corpus, module.head.ids.tolist(), 2, 0), corpus, how, tmp_path)

@@ -63,7 +63,8 @@ def _code(data: Path) -> Iterator[str]:
     for item in _lines(data / "humaneval" / "HumanEval.jsonl.gz"):
         yield f"Complete this Python function.\n\n```python\n{item['prompt'].rstrip()}\n```"
     for item in _lines(data / "mbpp" / "mbpp.jsonl"):
-        yield f"{item['text']} Use Python."
+        if item["task_id"] <= reference.MBPP_TESTED:
+            yield f"{item['text']} Use Python."
 
 
 def _edits(data: Path) -> Iterator[str]:

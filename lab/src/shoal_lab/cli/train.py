@@ -69,7 +69,8 @@ _ONLY = {**dict.fromkeys(("steps", "causal"), (SCRATCH,)), "depths": (*KINDS, PR
          **dict.fromkeys(("layers", "block", "mask_token"), (DRAFTER, BLOCKS)), "window": (DRAFTER,),
          "keep": (CONTEXT, ROUTERS), "gate_layer": (CONTEXT,), "under": (HEAL, ROUTERS),
          **dict.fromkeys(("student", "rank", "recompute"), (HEAL,)),
-         "taps": ("eagle", BLOCKS), **dict.fromkeys(("text", "length", "layer_epochs", "start", "export"), (HYBRID,))}
+         "taps": ("eagle", BLOCKS), "start": ("eagle", HYBRID),
+         **dict.fromkeys(("text", "length", "layer_epochs", "export"), (HYBRID,))}
 """Option -> the kinds that have it, if not all do."""
 
 
@@ -88,7 +89,8 @@ def add_arguments(parser: Parser) -> None:
     data = parser.add_argument_group("answers")
     data.add_argument("--answers", metavar="DIR", type=Path, help="where they are kept; DIR/answers of --out if none")
     data.add_argument("--prompts", metavar="FILE,...", help="a prompt per line, or JSONL with 'prompt'")
-    data.add_argument("--data", metavar="DIR", type=Path, help="folder with self_instruct/, mbpp/ and gsm8k/")
+    data.add_argument("--data", metavar="DIR", type=Path, help="folder with self_instruct/, mbpp/ and "
+                      "gsm8k/, and with squality/ if that is there")
     data.add_argument("--each", metavar="N", type=int, default=700, help="most prompts of a kind from --data")
     data.add_argument("--questions", metavar="N", type=int, help="questions that the model asks itself, where its chat "
                       "template lets it; by default 2000 without --prompts and --data, and none with them")
@@ -147,7 +149,8 @@ def add_arguments(parser: Parser) -> None:
     what.add_argument("--length", metavar="N", type=int, default=512, help="hybrid: tokens of a piece of those")
     what.add_argument("--layer-epochs", metavar="N", type=int, default=1, help="hybrid: times that each layer alone "
                       "sees every text, before the whole hybrid does for --epochs")
-    what.add_argument("--start", metavar="DIR", type=Path, help="hybrid: a folder of layers to go on from")
+    what.add_argument("--start", metavar="DIR", type=Path, help="hybrid: a folder of layers to go on from; "
+                      "eagle: a part to go on from, on other answers")
     what.add_argument("--export", metavar="DIR", type=Path, help="hybrid: only write there the whole model of the "
                       "layers in --out, as transformers reads it")
     what.add_argument("--mask-token", metavar="T", help="drafter, dflash: stands for a word not yet known: a token "
@@ -338,6 +341,10 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"--rate is {args.rate}; it must be above 0")
     parser = Parser(add_help=False)
     add_arguments(parser)
+    for name in ("taps", "vocabulary"):
+        if args.part == "eagle" and args.start is not None and getattr(args, name) != parser.get_default(name):
+            raise ValueError(f"--start goes on from a part of Shoal's own form with the tokens that it guesses, which "
+                             f"--{name} would make another; leave out one of them")
     for action in parser._actions:
         owners = _ONLY.get(action.dest, (args.part,))
         if getattr(args, action.dest, action.default) == action.default:
@@ -411,6 +418,7 @@ def _module(
     """The component with its first weights."""
     import torch
 
+    from shoal.speculative import draft_head_file
     from shoal_lab.train.context_gate import ContextGateModule, check_lengths
     from shoal_lab.train.dflash import BlockModule, BlockShape
     from shoal_lab.train.drafter import DrafterModule, mask_token
@@ -438,6 +446,9 @@ def _module(
         plain = _plain(args)
         neurons = group_neurons(plain, some_answers(answers), args.groups, args.shared, args.seed)
         return ReadMEModule(Base(engine.runner), plain, neurons, args.shared, args.experts, args.seed)
+    if args.start is not None:
+        part = draft_head_file.read(str(args.start), args.part, engine.info())
+        return EagleModule.going_on(Base(engine.runner), part, args.depths, args.seed)
     ids = sorted({*answers.frequent(args.vocabulary), *engine.eos_token_ids})
     keep = args.keep or _KEEP.get(args.part, 1.0)
     if args.part == CONTEXT:

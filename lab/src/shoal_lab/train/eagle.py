@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.nn.functional import linear, pad, rms_norm, smooth_l1_loss
 from typing_extensions import override
 
-from shoal.speculative.draft_head_file import TOKENS
+from shoal.speculative.draft_head_file import TOKENS, DraftHead
 from shoal.speculative.layer_head import FUSE, NORMS, LayerShape
 from shoal_lab.train.corpus import Corpus
 from shoal_lab.train.layers import LayersModule
-from shoal_lab.train.part import Base, Guessed, PartModule, TextBatch
+from shoal_lab.train.part import Base, Guessed, PartModule, TextBatch, digest
 
 _SURE, _LINEAR = 0.5, 0.7
 """Size of random and of linear first outputs relative to states. Smaller outputs give less certain guesses."""
@@ -136,6 +136,21 @@ class EagleModule(LayerModule):
             module["norm.weight"].copy_(_LINEAR * sizes)
             for name in ("self_attn.o_proj", "mlp.down_proj"):
                 module[f"layers.0.{name}.weight"].zero_()
+        return module
+
+    @classmethod
+    def going_on(cls, base: Base, part: DraftHead, depths: int | None, seed: int) -> EagleModule:
+        """The layer of a part that was trained before, with the tokens that it guesses; as for `fresh`.
+
+        Raises:
+            ValueError: its tensors do not fit together, or are not of the shape that is trained here.
+        """
+        module = cls(base, default_shape(part.size("hidden")), part.tensors[TOKENS].tolist(), depths or 3, seed)
+        with torch.no_grad():
+            for name in module._names:
+                module[name].copy_(part.take(name, *module[name].shape))
+        part.check_taken()
+        module.begun = digest(module.exported())
         return module
 
     @override

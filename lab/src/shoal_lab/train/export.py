@@ -73,6 +73,7 @@ def trained(module: TrainedModule, corpus: Corpus, run: TrainingRun) -> dict[str
     guesses = {"acceptance": [round(share, 4) for share in accepted], "tokens_per_forward": round(1 + sum(accepted), 4)}
     return {
         "answers": {**corpus.facts, "digest": corpus.digest}, **(guesses if module.guesses else {}),
+        **({} if module.begun is None else {"start": module.begun}),
         "steps": [run.step, run.steps], "training_tokens": run.tokens, "minutes": round(run.seconds / 60, 1),
     }
 

@@ -101,7 +101,7 @@ class Trainer:
         self._module, self._corpus, self._how, self._tell = module, corpus, how, tell
         self._sizes = [len(list(batches(corpus.answers(shard, validation=False), how.batch)))
                        for shard in range(len(corpus.shards))]
-        key = {**asdict(how), "kind": module.kind, "answers": corpus.digest,
+        key = {**asdict(how), "kind": module.kind, "answers": corpus.digest, "start": module.begun,
                **{f"shape.{name}": value for name, value in module.shape().items()}}
         matrices = [weight for weight in module.parameters() if how.muon and weight.dim() == 2]
         self._optimizer = CheckpointedOptimizer(

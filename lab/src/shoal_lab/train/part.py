@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -106,11 +107,13 @@ class TrainedModule(nn.Module, ABC):
         kind: its name in `shoal train`.
         guesses: whether it guesses ahead, so that hits by depth say something about its speed.
         epsilon: AdamW's epsilon: far larger gradients give steps of equal size, far smaller ones proportional steps.
+        begun: `digest` of the weights that it goes on from; None if its first ones follow from seed and answers.
     """
 
     kind: ClassVar[str]
     guesses: ClassVar[bool] = True
     epsilon: ClassVar[float] = 1e-8
+    begun: str | None = None
 
     @abstractmethod
     def loss(self, batch: TextBatch) -> tuple[Tensor, list[Guessed]]:
@@ -187,6 +190,14 @@ class CutHead(nn.Module):
         """The `count` most probable tokens [n, count] by the component's outputs in place of states [n, D]."""
         logits = linear(guesses, self.rows)
         return self.ids[logits.topk(min(count, logits.shape[-1])).indices]
+
+
+def digest(tensors: Mapping[str, Tensor]) -> str:
+    """A hash of float tensors."""
+    found = hashlib.sha256()
+    for name in sorted(tensors):
+        found.update(tensors[name].float().contiguous().numpy().tobytes())
+    return found.hexdigest()[:16]
 
 
 def next_draws(seed: int, steps: Tensor) -> torch.Generator:

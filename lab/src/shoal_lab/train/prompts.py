@@ -5,8 +5,10 @@ Prompts of test sets are always left out.
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from shoal.errors import Unsupported
 from shoal.sandbox.template import rendered
 from shoal_lab.eval import prompts
 from shoal_lab.eval.items import read_lines
+from shoal_lab.reference import MBPP_TESTED
 from shoal_lab.train.corpus import answered
 
 _MARK = "\u2042"
@@ -23,6 +26,13 @@ _QUESTION = 96
 """Tokens after which an unfinished question is given up."""
 _TOLD = 500
 """Questions between progress messages."""
+_OPEN = 4000
+"""Open prompts to choose from."""
+_PASSAGE, _PIECES = 1200, 16
+"""Characters of a passage, and passages of a story."""
+_OF_PASSAGES = ("Summarise this passage.", "What happens in this passage?", "Write a short summary of the text above.",
+                "Who is in this scene, and what do they want?", "Continue this story.", "Sum this up in two sentences.")
+_STORIES = "squality/v1-3/txt/train.jsonl"
 _TESTS = ("vicuna/vicuna_bench.jsonl", "mt_bench/question.jsonl", "spec_bench/question_math_rag.jsonl")
 
 
@@ -47,20 +57,46 @@ def from_data(data: Path, most: int, seed: int) -> list[str]:
     """Prompts of a data folder, at most `most` of each kind, without those of the test sets.
 
     Instructions are Self-Instruct's, code is the training part of MBPP (tasks above 600, arXiv 2108.07732), mathematics
-    is the training set of GSM8K; `shoal bench-drafts` and `shoal eval` measure on none of them.
+    is the training set of GSM8K, passages are of SQuALITY's training stories, where these are there, open prompts come
+    from forms and subjects of our own; `shoal bench-drafts` and `shoal eval` measure on none of them.
     """
     told = prompts.instructions(data, "evaluation") + prompts.instructions(data, "calibration")
     seeds = [_seed(row) for row in _rows(data, "self_instruct/seed_tasks")]
     kinds = {
         "instructions": [item.prompt for item in told] + seeds,
-        "code": [f"{row['text']} Use Python." for row in _rows(data, "mbpp/mbpp") if row["task_id"] > 600],
+        "code": [f"{row['text']} Use Python." for row in _rows(data, "mbpp/mbpp") if row["task_id"] > MBPP_TESTED],
         "mathematics": [row["question"] for row in _rows(data, "gsm8k/train")],
+        "open": open_prompts(_OPEN, seed),
+        "passages": [*_passages(data / _STORIES, seed)],
     }
     found: list[str] = []
     for kind, texts in kinds.items():
         random.Random(f"{seed}/{kind}").shuffle(texts)
         found += texts[:most]
     return list(without(found, tests(data)))
+
+
+def open_prompts(count: int, seed: int) -> list[str]:
+    """Requests for explanations, stories, letters, plans and opinions: forms filled with subjects that are drawn."""
+    held = json.loads(files("shoal_lab.train").joinpath("open_prompts.json").read_text("utf-8"))
+    draw, found = random.Random(f"{seed}/open"), list[str]()
+    for number in range(count):
+        subjects = {}
+        for kind in ("thing", "person", "place"):
+            subjects[kind], subjects[f"{kind}2"] = draw.sample(held[kind], 2)
+        text = held["forms"][number % len(held["forms"])].format(**subjects)
+        found.append(text[0].upper() + text[1:])
+    return found
+
+
+def _passages(path: Path, seed: int) -> Iterator[str]:
+    """Pieces of stories, each with a request to sum it up or to go on; none where the file is not there."""
+    draw = random.Random(f"{seed}/passages")
+    for story in read_lines(path) if path.is_file() else ():
+        text = " ".join(story["document"].split())
+        for first in range(_PASSAGE, len(text) - _PASSAGE, len(text) // _PIECES):
+            piece = text[first : first + _PASSAGE].partition(" ")[2].rpartition(" ")[0]
+            yield f"{piece}\n\n{draw.choice(_OF_PASSAGES)}"
 
 
 def tests(data: Path) -> set[str]:
