@@ -55,7 +55,7 @@ def test_what_failed_is_told_whole(tmp_path: Path, stream: str) -> None:
 
 def test_a_demo_installs_what_running_needs_alone() -> None:
     """What `make -n demo` would do in an empty folder."""
-    command = ["make", "-n", "demo", "VENV=nowhere"]
+    command = ["make", "--no-print-directory", "-n", "demo", "VENV=nowhere"]
     plan = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.replace("\\\n", "")
     steps = [line.split("--into nowhere")[1] for line in plan.splitlines() if "tools/step.py" in line]
     assert len(steps) == 3 and [line.split(" -- ")[1].split("-m ")[1] for line in steps] == [

@@ -181,13 +181,15 @@ def test_answers_that_only_call_end(tell: Any, config: Any) -> None:
 
 
 def test_an_interrupt_ends_a_call_and_the_turn(
-    tell: Any, config: Any, monkeypatch: pytest.MonkeyPatch
+    tell: Any, config: Any, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     def interrupted(*_: Any) -> str:
         signal.raise_signal(signal.SIGINT)
         raise AssertionError
 
     monkeypatch.setattr(McpServers, "call", interrupted)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job ignores
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     two = f"{written('clock', ROME)}{written('clock', OSLO)}"
     _, _, talk = tell(scripted([two, "So?"]), "time?", "hello", options=["--mcp", config(allow=["clock"])])
     assert [message["content"] for message in talk[2:]] == [*["The user interrupted this call."] * 2, "hello", "So?"]

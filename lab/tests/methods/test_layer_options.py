@@ -29,7 +29,8 @@ OUTSIDE: dict[tuple[str, str], Method] = {
     ("skipdecode", "warm_up"): SkipDecode(warm_up=99),
 }
 NAME_NO_LAYER = {
-    ("del", "head"), ("draft_and_verify", "share"), ("first", "inner"), ("first", "threshold"), ("swift", "ratio"),
+    ("del", "head"), ("draft_and_verify", "share"), ("first", "inner"), ("first", "threshold"),
+    ("mirror_sd", "overlap"), ("swift", "ratio"),
 }
 """Their names mention layers, but their values do not count any."""
 

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 _HERE = Path(__file__).parent
-_BASE = ("-std=gnu11", "-O3", "-fPIC", "-fno-math-errno", "-fopenmp")
+_BASE = ("-std=gnu11", "-O3", "-fPIC", "-fno-math-errno", "-fopenmp", "-fno-asynchronous-unwind-tables")
 _AVX512 = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vbmi2", "-mavx512vnni")
 _VECTORS = {
     "amx": (*_AVX512, "-mamx-tile", "-mamx-int8", "-mamx-bf16"),
