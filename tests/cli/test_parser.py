@@ -25,9 +25,10 @@ from shoal.methods.tidal import Tidal
 from shoal.types import ModelInfo
 
 WITHOUT_A_METHOD = {
-    "methods", "bench-drafts", "calibrate", "completion", "recommend", "env", "models", "prune", "train",
+    "methods", "bench-drafts", "calibrate", "completion", "recommend", "env", "models", "prune", "pull", "rm",
+    "train",
 }
-NEEDED = {"batch": ["in.jsonl", "out.jsonl"]}
+NEEDED = {"batch": ["in.jsonl", "out.jsonl"], "run": ["name"]}
 
 
 @dataclasses.dataclass(frozen=True)

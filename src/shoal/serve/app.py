@@ -18,7 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from shoal import __version__
 from shoal.engine.scheduling.scheduler import Scheduler
-from shoal.serve import reference
+from shoal.serve import docs_page
 from shoal.serve.errors import LOG, ApiError, failed, no_model
 from shoal.serve.handler import RequestHandler
 from shoal.serve.metrics import Metrics
@@ -78,7 +78,7 @@ def base_app(settings: Settings, lifespan: Callable[[FastAPI], AbstractAsyncCont
     )
     for kind in (ApiError, HTTPException, RecursionError, Exception):
         app.add_exception_handler(kind, _error)
-    app.get("/docs", include_in_schema=False)(lambda: reference.page(app.openapi()))
+    app.get("/docs", include_in_schema=False)(lambda: docs_page.page(app.openapi()))
 
     @app.get("/version")
     @app.get("/api/version")
