@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -61,18 +62,24 @@ def serving(engine: Engine, *, scheduling: dict[str, Any] | None = None, **setti
     scheduler = Scheduler(engine, **(scheduling or {}))
     listener = bind("127.0.0.1", 0)
     server = make_server(scheduler, Settings(**{"model_name": MODEL, "grace": 20.0, **settings}))
+    running = Running(f"http://127.0.0.1:{listener.getsockname()[1]}", scheduler, engine)
+    with in_thread(server, listener, running.close, lambda: scheduler.close(drain=False)):
+        yield running
+
+
+@contextmanager
+def in_thread(server: Any, listener: socket.socket, *closing: Callable[[], Any]) -> Iterator[None]:
+    """A server in a thread within the context; afterwards it has ended, and the rest is closed."""
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
-    running = Running(f"http://127.0.0.1:{listener.getsockname()[1]}", scheduler, engine)
     try:
         wait(lambda: server.started)
-        yield running
+        yield
     finally:
         server.should_exit = True
         thread.join(60)
-        running.close()
-        scheduler.close(drain=False)
-        listener.close()
+        for close in (*closing, listener.close):
+            close()
         assert not thread.is_alive()
 
 
@@ -150,18 +157,10 @@ def routing(
     listed = [Listed(name, name, (f"{name}-alias",)) for name in models]
     shelf = Shelf(listed, loader, **{"most": 2, "keep": 300.0, **(shelving or {})})
     listener, server = bind("127.0.0.1", 0), server_of(create_router(shelf, loader, wanted, pulls), wanted)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
     running = Routed(f"http://127.0.0.1:{listener.getsockname()[1]}", shelf, loader)
-    try:
-        wait(lambda: server.started)
+    with in_thread(server, listener, running.close):
         yield running
-    finally:
-        server.should_exit = True
-        thread.join(60)
-        running.close()
-        listener.close()
-        assert not thread.is_alive() and not loader.schedulers
+    assert not loader.schedulers
 
 
 @dataclass

@@ -7,8 +7,8 @@ from typing import Any
 
 from pages import current, markdown
 
-HEADER = ["type", "bits", "Shoal", "float32 keys and values", "llama.cpp", "perplexity: modules", "Shoal", "llama.cpp",
-          "decoding over llama.cpp"]
+HEADER = ["type", "bits", "divergence: Shoal", "float32 keys and values", "llama.cpp", "perplexity: modules", "Shoal",
+          "llama.cpp", "decoding over llama.cpp"]
 
 
 def section(reports: Sequence[dict[str, Any]]) -> str:

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from drafts import draft_of, noisy
-from drive import decode, make_run, prompt
+from drive import decode, prompt
 from families import tiny
+from mirrored import SAMPLINGS, joined, stack_of_draft
 from shoal.engine.engine import Engine
 from shoal.engine.loading.load import engine_for
 from shoal.errors import Unsupported
@@ -29,22 +30,11 @@ from toy_tokenizers import byte_level, metaspace
 
 LAYERS, NEW = 6, 32
 PROMPTS = [prompt(9, 1), prompt(4, 2), prompt(1, 3), prompt(7, 4)]
-SAMPLINGS: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "sampled": {"temperature": 1.0, "seed": 3},
-    "penalised": {"temperature": 0.9, "seed": 3, "top_k": 40, "repetition_penalty": 1.1},
-}
 each_sampling = pytest.mark.parametrize("sampling", SAMPLINGS)
 
 
 def home(family: str = "llama") -> Engine:
     return engine_for(tiny(family))
-
-
-def stack_of_draft(engine: Engine, draft: Any) -> Any:
-    draft_engine = engine.info().draft_engine
-    assert draft_engine is not None
-    return draft_engine(draft).runner
 
 
 def work(result: Result) -> tuple[Any, ...]:
@@ -155,18 +145,7 @@ def test_rows_that_join_one_another() -> None:
     lengths = [5, NEW, 9, 20]
     alone = [decode(engine.model, [ids], recipe, new, watch=False, numbers=[number]).seqs[0]
              for number, (ids, new) in enumerate(zip(PROMPTS, lengths, strict=True))]
-    run = make_run(engine.model, PROMPTS[:1], recipe, lengths[:1], watch=False)
-    later = make_run(engine.model, PROMPTS, recipe, lengths, watch=False).seqs
-    seqs = [run.seqs[0], *later[1:]]
-    for seq in later[1:]:
-        run.batch.step(64)
-        run.batch.join([seq])
-    while run.batch.seqs:
-        run.batch.step(64)
-    for seq, one in zip(seqs, alone, strict=True):
-        assert seq.tokens == one.tokens
-        assert (seq.ledger.drafted, seq.ledger.accepted) == (one.ledger.drafted, one.ledger.accepted)
-        assert [r.reused for r in seq.ledger.draft_rounds] == [r.reused for r in one.ledger.draft_rounds]
+    joined(engine.model, PROMPTS, recipe, lengths, alone)
 
 
 # Which drafts are ready.

@@ -13,6 +13,7 @@ import torch
 from drafts import draft_of
 from drive import breaks_at_times, decode, make_run, prompt
 from families import tiny
+from mirrored import SAMPLINGS, joined, stack_of_draft
 from shoal.engine.engine import Engine
 from shoal.engine.loading.load import Backend, engine_for
 from shoal.methods.d3 import D3
@@ -30,11 +31,6 @@ pytestmark = [
 
 LAYERS, NEW = 6, 20
 PROMPTS = [prompt(9, 1), prompt(4, 2), prompt(7, 4)]
-SAMPLINGS: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "sampled": {"temperature": 1.0, "seed": 3},
-    "penalised": {"temperature": 0.9, "seed": 3, "top_k": 40, "repetition_penalty": 1.1},
-}
 
 
 @pytest.fixture
@@ -55,12 +51,6 @@ def made(family: str = "llama", backend: Backend = "packed") -> tuple[Engine, st
 
 
 home = functools.cache(made)
-
-
-def stack_of_draft(engine: Engine, draft: Any) -> Any:
-    draft_engine = engine.info().draft_engine
-    assert draft_engine is not None
-    return draft_engine(draft).runner
 
 
 def rounds(result: Result) -> list[DraftRound]:
@@ -121,18 +111,7 @@ def test_rows_that_join_one_another() -> None:
     lengths = [5, NEW, 9]
     alone = [decode(None, [ids], recipe, new, runner=engine.runner, watch=False, numbers=[number]).seqs[0]
              for number, (ids, new) in enumerate(zip(PROMPTS, lengths, strict=True))]
-    run = make_run(None, PROMPTS[:1], recipe, lengths[:1], runner=engine.runner, watch=False)
-    later = make_run(None, PROMPTS, recipe, lengths, runner=engine.runner, watch=False).seqs
-    seqs = [run.seqs[0], *later[1:]]
-    for seq in later[1:]:
-        run.batch.step(64)
-        run.batch.join([seq])
-    while run.batch.seqs:
-        run.batch.step(64)
-    for seq, one in zip(seqs, alone, strict=True):
-        assert seq.tokens == one.tokens
-        assert (seq.ledger.drafted, seq.ledger.accepted) == (one.ledger.drafted, one.ledger.accepted)
-        assert [r.reused for r in seq.ledger.draft_rounds] == [r.reused for r in one.ledger.draft_rounds]
+    seqs = joined(None, PROMPTS, recipe, lengths, alone, engine.runner)
     kinds = {r.measured is None for seq in seqs for r in seq.ledger.draft_rounds}
     assert kinds == {True, False}
 

@@ -4,34 +4,11 @@ import json
 from functools import reduce
 from operator import add
 
+from family import Family, multiply, text
 from langchain_anthropic import ChatAnthropic
 from langchain_core.messages import HumanMessage
-from langchain_core.tools import tool
-from pydantic import BaseModel
 
 llm = ChatAnthropic(model="local", temperature=0, max_tokens=200, max_retries=0)
-
-
-class Person(BaseModel):
-    name: str
-    age: int
-
-
-class Family(BaseModel):
-    """The members of a family."""
-
-    parents: list[Person]
-    child: Person
-
-
-@tool
-def multiply(a: int, b: int) -> int:
-    """Multiply a and b."""
-    return a * b
-
-
-text = "Ann is 40, Bob is 41, and their child Cid is 9. Answer with a JSON object of parents and child, " \
-       "each of them with name and age."
 messages = [HumanMessage("What is 1234 times 5678?")]
 messages.append(llm.bind_tools([multiply]).invoke(messages))
 messages += [multiply.invoke(call) for call in messages[-1].tool_calls]

@@ -4,8 +4,8 @@ import json
 from functools import reduce
 from operator import add
 
+from family import Family, multiply, text
 from langchain_core.messages import HumanMessage
-from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI
 from pydantic import BaseModel, Field
 
@@ -22,26 +22,6 @@ class GetWeather(BaseModel):
     location: str = Field(..., description="The city and state, e.g. San Francisco, CA")
 
 
-class Person(BaseModel):
-    name: str
-    age: int
-
-
-class Family(BaseModel):
-    """The members of a family."""
-
-    parents: list[Person]
-    child: Person
-
-
-@tool
-def multiply(a: int, b: int) -> int:
-    """Multiply a and b."""
-    return a * b
-
-
-text = "Ann is 40, Bob is 41, and their child Cid is 9. Answer with a JSON object of parents and child, " \
-       "each of them with name and age."
 families = [llm.with_structured_output(Family, method=method).invoke(text).model_dump()
             for method in ("json_schema", "function_calling")]
 both = llm.bind_tools([GetWeather], response_format=Family, strict=True)

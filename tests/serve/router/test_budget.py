@@ -95,3 +95,13 @@ def test_an_unloaded_model_gives_back_its_memory_and_its_files(
     assert all(inside - after > 80 * MIB for inside, _, after in found[1:])
     assert found[-1][2] - found[1][2] < 8 * MIB  # nothing stays from time to time
     assert loader.budget.base == pytest.approx(found[-1][2], abs=16 * MIB)
+
+
+def test_a_models_size_is_read_again_only_when_its_file_has_changed(tmp_path: Path) -> None:
+    file, sizes = tmp_path / "a.gguf", iter([0, 10, 20])
+    file.write_bytes(b"1")
+    making = Making(lambda _: next(sizes), lambda _: pytest.fail("loads"), lambda *_: pytest.fail("decodes"))
+    loader, one = ModelLoader(Settings(), making, MemoryBudget(None)), Listed("a", str(file))
+    assert [loader.least(one) for _ in range(3)] == [0, 10, 10], "what is unknown is asked for again"
+    file.write_bytes(b"12")
+    assert [loader.least(one) for _ in range(2)] == [20, 20]

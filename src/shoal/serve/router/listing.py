@@ -129,5 +129,17 @@ def match(asked: str, found: Sequence[Listed]) -> Listed | list[Listed]:
     return like[0] if len(like) == 1 else like
 
 
+def stamp(listed: Listed) -> Any:
+    """Tells a file that has changed; folders by what lies in them."""
+    if listed.source is None:
+        return None
+    path = Path(listed.source)
+    try:
+        paths = sorted(path.iterdir()) if path.is_dir() else [path]
+        return [(each.name, each.stat().st_mtime_ns, each.stat().st_size) for each in paths]
+    except OSError:
+        return None
+
+
 def _names(found: Iterable[Listed]) -> str:
     return ", ".join(name for one in found for name in (one.name, *one.aliases)) or "none"

@@ -18,7 +18,7 @@ from shoal.serve.app import LAST_TURN, ModelRoutes, ailment, model_routes
 from shoal.serve.errors import LOG
 from shoal.serve.metrics import Metrics
 from shoal.serve.router.budget import MemoryBudget
-from shoal.serve.router.listing import Listed
+from shoal.serve.router.listing import Listed, stamp
 from shoal.serve.settings import Settings
 
 _CALM = 0.95
@@ -124,6 +124,7 @@ class ModelLoader:
         self.metrics = dict[str, Metrics]()
         self.known = dict[str, dict[str, Any]]()
         self._alone, self._made = True, WeakSet[Scheduler]()
+        self._sizes = dict[str, tuple[Any, int]]()
 
     @property
     def schedulers(self) -> list[Scheduler]:
@@ -132,7 +133,12 @@ class ModelLoader:
 
     def least(self, listed: Listed) -> int:
         """The least that a model takes, by its files; 0 where that is unknown."""
-        return self._making.size(listed)
+        now = stamp(listed)
+        before, size = self._sizes.get(listed.name, (None, 0))
+        if not size or before != now:  # lists of models ask often, and their files' headers are long
+            size = self._making.size(listed)
+            self._sizes[listed.name] = now, size
+        return size
 
     def check(self, listed: Listed, size: int) -> None:
         """OutOfMemory for a model of that size that would not fit alone."""

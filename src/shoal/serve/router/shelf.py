@@ -15,12 +15,11 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 from shoal.errors import OutOfMemory
 from shoal.serve.errors import LOG, ApiError
-from shoal.serve.router.listing import Listed, match
+from shoal.serve.router.listing import Listed, match, stamp
 
 _LATER = 0.01
 RETRY = 10.0
@@ -240,7 +239,7 @@ class Shelf:
         """ApiError for a request that need not wait."""
         if self.closing:
             raise ApiError(503, "the server is shutting down", code="shutting_down")
-        again = self.clock() - one.failed >= RETRY or one.stamp != _stamp(one.listed)
+        again = self.clock() - one.failed >= RETRY or one.stamp != stamp(one.listed)
         if one.state == "failed" and one.error is not None and not again:
             raise _copy(one.error)
         if sum(len(each.waiting) for each in self.models) >= self._most_waiting:
@@ -274,7 +273,7 @@ class Shelf:
 
     async def _bring(self, one: Shelved) -> None:
         """Load a model and let in the requests that wait for it, or tell them why not."""
-        one.state, one.error, one.stamp = "loading", None, _stamp(one.listed)
+        one.state, one.error, one.stamp = "loading", None, stamp(one.listed)
         held = None
         try:
             least = one.size or await asyncio.to_thread(self._loader.least, one.listed)
@@ -355,15 +354,3 @@ def _failure(listed: Listed, error: Exception) -> ApiError:
 def _copy(error: ApiError) -> ApiError:
     """The same error for another request, since an error that is raised keeps what it went through."""
     return ApiError(error.status, error.message, param=error.param, code=error.code)
-
-
-def _stamp(listed: Listed) -> Any:
-    """Tells a file that has changed; folders by what lies in them."""
-    if listed.source is None:
-        return None
-    path = Path(listed.source)
-    try:
-        paths = sorted(path.iterdir()) if path.is_dir() else [path]
-        return [(each.name, each.stat().st_mtime_ns, each.stat().st_size) for each in paths]
-    except OSError:
-        return None

@@ -19,6 +19,7 @@ from pathlib import Path
 
 _HERE = Path(__file__).parent
 _BASE = ("-std=gnu11", "-O3", "-fPIC", "-fno-math-errno", "-fopenmp", "-fno-asynchronous-unwind-tables")
+"""C has no exceptions: without tables for unwinding a wheel is 20 KB smaller."""
 _AVX512 = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vbmi2", "-mavx512vnni")
 _VECTORS = {
     "amx": (*_AVX512, "-mamx-tile", "-mamx-int8", "-mamx-bf16"),
