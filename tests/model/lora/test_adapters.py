@@ -141,14 +141,16 @@ def test_plain_steps_follow_a_change_of_adapter(tmp_path):
     """A place of the same cache that gets another adapter, its text read token by token."""
     runner, model = NATIVE.runner("llama"), reference("llama")
     one, two = (fitted(runner, tmp_path / str(seed), drawn(model, seed=seed)) for seed in (1, 2))
-    cache, plan, text = runner.new_cache(1), DepthPlan.full(runner.num_layers), prompt(6)
-    for adapter in (one, two, None, two):
+    cache, plan, text = runner.new_cache(1, [16] * runner.num_layers), DepthPlan.full(runner.num_layers), prompt(6)
+    order = (one, two, None, two)
+    wanted = [forward(runner, [text], [adapter], piece=1)[0] for adapter in order]  # no other cache in between
+    for adapter, alone in zip(order, wanted, strict=True):
         cache.adapt(0, adapter)
         found = []
         for token in text:
             found.append(runner.forward([SequenceChunk(0, [token], [0], plan)], cache).clone())
             cache.commit(0, range(1))
-        assert torch.equal(torch.cat(found), forward(runner, [text], [adapter], piece=1)[0])
+        assert torch.equal(torch.cat(found), alone)
 
 
 def test_gpt2s_matrices_of_inputs_first(tmp_path):
