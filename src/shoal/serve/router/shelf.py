@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
+from contextvars import Context
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -72,6 +73,7 @@ class Shelved:
         since: when it was loaded.
         keep: seconds that it stays after its last request.
         size: what it took when it was loaded last; 0 if it never was.
+        timer: looks at it when its time is up.
     """
 
     listed: Listed
@@ -87,6 +89,7 @@ class Shelved:
     size: int = 0
     failed: float = -math.inf
     stamp: Any = None
+    timer: asyncio.TimerHandle | None = None
 
     @property
     def ready(self) -> bool:
@@ -204,10 +207,13 @@ class Shelf:
         self._watch(one)
 
     def _watch(self, one: Shelved) -> None:
-        """Look at a model again when its time is up."""
+        """Look at a model again when its time is up. A timer for each request would hold its context that long."""
+        if one.timer is not None:
+            one.timer.cancel()
+            one.timer = None
         if one.expires < math.inf:
-            asyncio.get_running_loop().call_later(max(0.0, one.expires - self.clock()) + _LATER, self._start,
-                                                  self.expire)
+            one.timer = asyncio.get_running_loop().call_later(
+                max(0.0, one.expires - self.clock()) + _LATER, self._start, self.expire, context=Context())
 
     def _start(self, work: Callable[[], Any]) -> None:
         """Run a coroutine beside everything else."""
