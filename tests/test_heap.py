@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import platform
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -61,3 +64,27 @@ def test_the_least_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert heap.available() == 12345
     monkeypatch.setattr(heap, "left_by_groups", lambda *_: iter([1 << 62]))
     assert abs((heap.available() or 0) - whole) < 2 << 30
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="an option of glibc")
+def test_large_blocks_are_mapped_even_after_others_were_freed() -> None:
+    """In a process of its own, as glibc never forgets it. The twin shows what glibc does by itself."""
+    code = """if True:
+        import ctypes, re, sys
+        from shoal import heap
+        if sys.argv[1] == "mapped":
+            heap.map_large_blocks(4 << 20)
+        libc = ctypes.CDLL(None)
+        libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+        libc.free(libc.malloc(ctypes.c_size_t(16 << 20)))
+        block = libc.malloc(ctypes.c_size_t(8 << 20))
+        libc.free(block)
+        maps = re.findall("^([0-9a-f]+)-([0-9a-f]+) ", open("/proc/self/maps").read(), re.MULTILINE)
+        print(any(int(first, 16) <= block < int(end, 16) for first, end in maps))
+    """
+
+    def kept(how: str) -> str:
+        found = subprocess.run([sys.executable, "-c", code, how], check=True, capture_output=True, text=True)
+        return found.stdout.strip()
+
+    assert (kept("mapped"), kept("not")) == ("False", "True")

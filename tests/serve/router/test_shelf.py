@@ -49,6 +49,8 @@ class FakeLoader:
         self.go = threading.Event()
         self.go.set()
         self.settled = 0
+        self.beside = 99
+        """Most others beside which a model can be loaded, whatever their sizes say."""
 
     def least(self, listed: Listed) -> int:
         return self.sizes.get(listed.name, SIZE) // 2
@@ -62,6 +64,8 @@ class FakeLoader:
         self.loads[listed.name] += 1
         if listed.name in self.broken:
             raise self.broken[listed.name]
+        if len(self.inside) > self.beside:
+            raise OutOfMemory("memory of 20 B", f"the process takes {len(self.inside)} B more", "Use a smaller model")
         self.inside.add(listed.name)
         return Thing(self, listed.name)
 
@@ -238,6 +242,25 @@ def test_what_does_not_fit_alone_is_refused_and_nothing_makes_room_for_it() -> N
         with pytest.raises(ApiError, match="c cannot be loaded: memory of 20 B: c takes 50 B. Use a smaller") as told:
             await use(shelf, "c")
         assert told.value.code == "model_too_large" and loader.inside == {"a", "b"}
+
+    run(work)
+
+
+def test_where_the_process_has_grown_others_make_room_instead_of_a_refusal() -> None:
+    loader, clock = FakeLoader(room=3 * SIZE), Clock()
+
+    async def work() -> None:
+        shelf = shelf_of(loader, clock=clock)
+        for name in "ab":
+            clock.now += 1
+            await use(shelf, name)
+        loader.beside = 1
+        assert await use(shelf, "c") == "c" and loader.inside == {"b", "c"} and loader.loads["c"] == 2
+        loader.beside = -1
+        with pytest.raises(ApiError, match="a cannot be loaded: memory of 20 B: the process takes 0 B more") as told:
+            await use(shelf, "a")
+        assert told.value.code == "model_too_large" and states(shelf) == "failed unloaded unloaded"
+        assert shelf.counts["failures"] == {"a": 1}
 
     run(work)
 

@@ -10,6 +10,7 @@ from shoal import catalog
 from shoal.cli.options import bring, common
 from shoal.cli.options.parser import Parser
 from shoal.errors import Unsupported
+from shoal.heap import map_large_blocks
 
 if TYPE_CHECKING:
     import socket
@@ -94,6 +95,7 @@ def serve(args: argparse.Namespace, settings: Settings, models: list[Listed], li
     from shoal.serve.run import serve as run
     from shoal.serve.run import server_of
 
+    map_large_blocks()
     budget = MemoryBudget(common.memory_limit(args))
     making = _making(args)
     loader = ModelLoader(settings, making, budget)

@@ -197,7 +197,7 @@ class Shelf:
         self.closing = True
         for one in self.models:
             self._answer(one, ApiError(503, "the server is shutting down", code="shutting_down"))
-        held = [one.held for one in self.models if one.held is not None]
+        held = [one.held for one in self._in_memory()]
         return all(await asyncio.gather(*(asyncio.to_thread(each.close, seconds) for each in held)))
 
     def _release(self, one: Shelved) -> None:
@@ -280,26 +280,41 @@ class Shelf:
     async def _bring(self, one: Shelved) -> None:
         """Load a model and let in the requests that wait for it, or tell them why not."""
         one.state, one.error, one.stamp = "loading", None, stamp(one.listed)
-        held = None
         try:
-            least = one.size or await asyncio.to_thread(self._loader.least, one.listed)
-            self._loader.check(one.listed, least)  # before others make room for it
-            await self._make_room(one, least)
-            held = await asyncio.to_thread(self._loader.load, one.listed)
-            await self._make_room(one, held.nbytes)
-            await asyncio.to_thread(held.start)
+            held = await self._loaded(one)
         except Exception as error:
             self._count("failures", one)
             one.state, one.error, one.failed = "failed", _failure(one.listed, error), self.clock()
             self._answer(one, one.error)
-            held = None
         else:
             self._count("loads", one)
             one.held, one.size, one.state, one.since = held, held.nbytes, "loaded", self.clock()
             one.used = one.since
             self._answer(one, None)
             self._watch(one)
-        await asyncio.to_thread(self._loader.settle, [each.held.nbytes for each in self.models if each.held])
+        await asyncio.to_thread(self._loader.settle, [each.held.nbytes for each in self._in_memory()])
+
+    async def _loaded(self, one: Shelved) -> Any:
+        """A model, ready for requests. Where a process proves to have grown, others are unloaded until it fits."""
+        least = one.size or await asyncio.to_thread(self._loader.least, one.listed)
+        self._loader.check(one.listed, least)  # before others make room for it
+        await self._make_room(one, least)
+        while True:
+            held = None
+            try:
+                held = await asyncio.to_thread(self._loader.load, one.listed)
+                await self._make_room(one, held.nbytes)
+                await asyncio.to_thread(held.start)
+                return held
+            except OutOfMemory:
+                if not self._in_memory():
+                    raise
+            del held
+            await self._unload_first()
+
+    def _in_memory(self) -> list[Shelved]:
+        """The models in memory."""
+        return [each for each in self.models if each.held is not None]
 
     def _answer(self, one: Shelved, error: ApiError | None) -> None:
         """Let in all requests that wait for a model, or refuse them."""
@@ -312,17 +327,19 @@ class Shelf:
                 ticket.set_exception(_copy(error))
 
     async def _make_room(self, one: Shelved, size: int) -> None:
-        """Unload others until a model of that size fits; OutOfMemory where it would not fit alone."""
-        while True:
-            others = [each for each in self.models if each.held is not None]
+        """Unload others until a model of that size fits; the loader itself says where it would not fit alone."""
+        while others := self._in_memory():
             crowded = self._most and len(others) >= self._most
             if not crowded and self._loader.fits([each.held.nbytes for each in others], size):
                 return
-            if not others:
-                return  # the loader itself says that it does not fit
-            idle = [each for each in others if not each.users and not each.waiting]
-            first = min(idle, key=lambda each: each.used) if idle else min(others, key=lambda each: each.since)
-            await asyncio.shield(self._leave(first))
+            await self._unload_first()
+
+    async def _unload_first(self) -> None:
+        """Unload the idle model that was used longest ago; if none is idle, the one that was loaded first."""
+        others = self._in_memory()
+        idle = [each for each in others if not each.users and not each.waiting]
+        first = min(idle, key=lambda each: each.used) if idle else min(others, key=lambda each: each.since)
+        await asyncio.shield(self._leave(first))
 
     def _leave(self, one: Shelved) -> asyncio.Task[None]:
         """The task that unloads a model."""
@@ -338,7 +355,7 @@ class Shelf:
         if not await asyncio.to_thread(held.close, 0.0):
             LOG.error("a step of %s does not end; its memory stays taken", one.listed.name)
         del held
-        await asyncio.to_thread(self._loader.settle, [each.held.nbytes for each in self.models if each.held])
+        await asyncio.to_thread(self._loader.settle, [each.held.nbytes for each in self._in_memory()])
         self._count("unloads", one)
         one.leaving = None
         if one.waiting:
