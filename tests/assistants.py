@@ -23,7 +23,9 @@ NEEDS = pytest.mark.skipif(not HAS, reason="early transformers 5")
 KINDS = ["sliding_attention", "sliding_attention", "full_attention"]
 
 
-def assistant(family: str, clusters: bool = False, hidden: int = 16, **sizes: int) -> PreTrainedModel:
+def assistant(
+    family: str, clusters: bool = False, hidden: int = 16, backbone: int = HIDDEN, **sizes: int
+) -> PreTrainedModel:
     """An assistant for a family's model, in float64; `sizes` are those of the model's config that are others.
 
     transformers 5.23 refuses layers that all read another model's keys (`kv_sharing_modes`), so it is told here.
@@ -43,7 +45,7 @@ def assistant(family: str, clusters: bool = False, hidden: int = 16, **sizes: in
             else own.fget(config)))
         torch.manual_seed(4)
         groups = {"use_ordered_embeddings": True, "num_centroids": 97, "centroid_intermediate_top_k": 40}
-        config = Gemma4AssistantConfig(text_config=text, backbone_hidden_size=HIDDEN, **(groups if clusters else {}))
+        config = Gemma4AssistantConfig(text_config=text, backbone_hidden_size=backbone, **(groups if clusters else {}))
         made = Gemma4AssistantForCausalLM(config).double().eval()
         with torch.no_grad():
             for name, tensor in [*made.named_parameters(), *made.named_buffers()]:

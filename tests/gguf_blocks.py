@@ -18,7 +18,7 @@ SUPER = (*(kind for kind in GgmlType if kind.values == 256),)
 
 def random_blocks(type_: GgmlType, rows: int, columns: int, seed: int = 0) -> Blocks:
     generator = torch.Generator().manual_seed(seed)
-    if type_.is_float:
+    if type_.is_plain:
         values = torch.randn(rows, columns, generator=generator).to(_FLOATS[type_])
         return Blocks(type_, values.view(torch.uint8).view(rows, -1), columns)
     count = rows * columns // type_.values
@@ -40,7 +40,7 @@ def activations(x: Tensor, type_: GgmlType) -> Tensor:
 
     Of 256 of which one value stands out, what rounding leaves is rounded again.
     """
-    if type_.is_float:
+    if type_.is_plain:
         return x.bfloat16().double() if type_ is GgmlType.BF16 else x.double()
     if type_ is GgmlType.NVFP4:  # which the kernels hold as float16
         return x.double()

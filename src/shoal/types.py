@@ -6,9 +6,10 @@ They are plain frozen dataclasses without torch, so that every module may import
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -140,6 +141,7 @@ class ModelInfo:
         masked: for a masked-diffusion model; None for one that writes from left to right.
         mtp: makes the layer for further tokens in the model's files ready to run (`shoal.speculative.layer_head`); it
             returns None where they have none.
+        beside: files in the folder of the model's own that may be drafters for it.
         drafter: makes the drafter of another tool in a folder ready to run (`shoal.speculative.layer_head`); ValueError
             for one that cannot be read, Unsupported for one that does not fit the model or its memory.
     """
@@ -167,6 +169,7 @@ class ModelInfo:
     changes: str = ""
     masked: MaskedModel | None = None
     mtp: Callable[[], Any] = lambda: None
+    beside: Callable[[], Sequence[Path]] = tuple
     drafter: Callable[[str], Any] = lambda folder: None
 
     @property

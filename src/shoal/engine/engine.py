@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, NoReturn, overload
 
 from typing_extensions import Unpack
@@ -39,13 +40,14 @@ from shoal.engine.session import Session
 from shoal.errors import OutOfMemory, Unsupported, stays_here
 from shoal.methods import make
 from shoal.methods.base import check_distances, check_order, lost_kind
+from shoal.model.gguf.splits import further_beside
 from shoal.model.kv.cache import KVCache
 from shoal.model.lora.adapter import FittedAdapter
 from shoal.model.mtp import MtpLayer
 from shoal.model.packed.source import Source
 from shoal.model.runner import ModelRunner
 from shoal.speculative.cost.policy import Meter
-from shoal.speculative.drafter_files import stamp
+from shoal.speculative.drafter_files import is_gguf, stamp
 from shoal.speculative.layer_head import MtpHead
 from shoal.types import MaskedModel, ModelInfo, Result
 
@@ -128,7 +130,7 @@ class Engine:
             shows_queries=self.runner.shows_queries, keeps_threads=self.runner.keeps_threads, tokenizer=self.tokenizer,
             draft_engine=self._draft_models, tensors=self._tensors, fingerprint=lambda: self.fingerprint,
             memory=self._memory, changes=self.changes, masked=self.masked, free=self.ranks.size == 1,
-            mtp=self._beside, drafter=self._drafter,
+            mtp=self._beside, beside=self._files_beside, drafter=self._drafter,
         )
 
     def _beside(self) -> MtpHead | None:
@@ -145,6 +147,11 @@ class Engine:
             self._memory[MtpHead] = None if layer is None else MtpHead(self.runner, layer)
         found: MtpHead | None = self._memory[MtpHead]
         return found
+
+    def _files_beside(self) -> Sequence[Path]:
+        """Files in the folder of the model's own that may be drafters for it."""
+        own = Path(self.model_name)
+        return further_beside(own.parent) if is_gguf(own) else ()
 
     def _drafter(self, folder: str) -> Any:
         """The drafter of another tool in a folder, made once for files as they are.

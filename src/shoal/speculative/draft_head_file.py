@@ -115,7 +115,8 @@ def known(kind: str, info: ModelInfo) -> str | None:
     """The folder of a head of that kind for this model; None if there is none.
 
     It looks in the user's cache, under `parts`, then among the heads that ship with Shoal. A drafter of another tool
-    under `parts` will do as well, if it is of that kind and its sizes are the model's.
+    under `parts`, or in an `mtp-*.gguf` beside the model's file, will do as well, if it is of that kind and its sizes
+    are the model's.
     """
     if info.tensors is None or info.fingerprint is None or not info.free:
         return None
@@ -134,7 +135,7 @@ def _known(kind: str, info: ModelInfo) -> str | None:
             continue
         if card["part"] == kind and card.get("layers") == info.num_layers and _is_one_of(card["fingerprints"], info):
             return str(path.parent)
-    folders = sorted((cache_folder() / "parts").glob("*")) if kind in KINDS else []
+    folders = [*info.beside(), *sorted((cache_folder() / "parts").glob("*"))] if kind in KINDS else []
     return next((str(folder) for folder in folders if is_drafter(folder) and _runs(folder, kind, info)), None)
 
 

@@ -23,7 +23,7 @@ CONFIG = "config.json"
 _SAFE = ("model.safetensors", "model.safetensors.index.json")
 _PICKLED = ("pytorch_model.bin", "medusa_lm_head.pt")
 _HEADS = "medusa_lm_head.safetensors"
-REMEDY = "Name the folder of a drafter that was trained for this model, or leave part out"
+REMEDY = "Name the folder or GGUF file of a drafter that was trained for this model, or leave part out"
 KINDS = ("eagle", "dflash", "medusa", "mlp_speculator", "mtp")
 """The kinds of drafters that are read, each named after the method that runs it."""
 _FORM = "speculators_model_type"
@@ -41,8 +41,12 @@ _IDLE = ("t2d", "verifier_", "layers.0.self_attn.rotary_emb.")
 def kind_of(folder: str | Path) -> str:
     """What kind of drafter a folder has, one of `KINDS`, by its config; ValueError if that cannot be read.
 
-    One that names no other kind is taken for EAGLE's.
+    One that names no other kind is taken for EAGLE's. It may be a GGUF file as well; Unsupported for one of no drafter.
     """
+    if is_gguf(folder):
+        from shoal.model.gguf import drafters
+
+        return drafters.kind_of(folder)
     config = _config(Path(folder) / CONFIG)
     told = {str(config.get(_FORM)), str(config.get("model_type")), *map(str, config.get("architectures") or ())}
     if "dflash_config" in config or told & {"dflash", "DFlashDraftModel", "DFlashSpeculator"}:
@@ -64,22 +68,29 @@ def check_kind(folder: str, kind: str) -> None:
 
 
 def is_drafter(folder: str | Path) -> bool:
-    """Whether a folder has the files of a drafter of another tool, rather than a part that Shoal has trained."""
+    """Whether it is a GGUF file, or a folder with a drafter of another tool, not a part that Shoal has trained."""
     place, names = Path(folder), (*_SAFE, _HEADS, *_PICKLED)
-    return (place / CONFIG).is_file() and any((place / name).is_file() for name in names)
+    return is_gguf(place) or ((place / CONFIG).is_file() and any((place / name).is_file() for name in names))
+
+
+def is_gguf(place: str | Path) -> bool:
+    """Whether it is a GGUF file, by its name."""
+    return Path(place).suffix.lower() == ".gguf" and Path(place).is_file()
 
 
 def stamp(folder: str) -> tuple[Any, ...]:
     """Tells the files of a drafter from others, and from these after a change."""
-    found = [(path.name, path.stat()) for path in sorted(Path(folder).resolve().iterdir()) if path.is_file()]
-    return str(Path(folder).resolve()), *((name, one.st_mtime_ns, one.st_size) for name, one in found)
+    place = Path(folder).resolve()
+    files = [place] if place.is_file() else sorted(place.iterdir())
+    found = [(path.name, path.stat()) for path in files if path.is_file()]
+    return str(place), *((name, one.st_mtime_ns, one.st_size) for name, one in found)
 
 
 class DrafterFiles:
     """A drafter's config and tensors.
 
     Attributes:
-        name: its folder, for messages.
+        name: its folder or GGUF file, for messages.
         config: the config of its files.
         layer: the part of the config that describes its decoder layer.
         kind: what the `speculators` form says it is, such as "eagle3"; None for other forms.
@@ -90,13 +101,12 @@ class DrafterFiles:
 
     def __init__(self, folder: str | Path) -> None:
         self.name, place = str(folder), Path(folder)
-        self.config = _config(place / CONFIG)
+        self.config, self._source = _opened(place)
         form = self.config.get("speculators_config")
         told = self.config.get(_FORM) or (form.get("algorithm") if isinstance(form, dict) else None)
         self.kind = None if told is None else str(told)
         inner = self.config.get("transformer_layer_config" if told else "model")
         self.layer: Mapping[str, Any] = inner if isinstance(inner, dict) else self.config
-        self._source = _source(place)
         self._places = {_usual(name): name for name in self._source.names()}
         self._taken: set[str] = set()
 
@@ -163,6 +173,14 @@ def _usual(name: str) -> str:
         if name.startswith(theirs):
             name = ours + name.removeprefix(theirs)
     return name
+
+
+def _opened(place: Path) -> tuple[dict[str, Any], Source]:
+    if not is_gguf(place):
+        return _config(place / CONFIG), _source(place)
+    from shoal.model.gguf import drafters
+
+    return drafters.opened(place)
 
 
 def _config(path: Path) -> dict[str, Any]:

@@ -72,7 +72,7 @@ MIXES = [("Q4_1",), ("Q4_K", "Q6_K"), ("Q5_0", "Q8_0", "F16"), ("BF16", "F32"), 
 
 def rounded(x: Tensor, kind: GgmlType) -> Tensor:
     """Inputs of a matrix as the kernels take them."""
-    if kind.is_float:
+    if kind.is_plain:
         return x.bfloat16().float() if kind is GgmlType.BF16 else x
     groups = x.unflatten(-1, (-1, 256 if kind.values == 256 else 32))
     peaks = groups.abs().amax(-1, keepdim=True)

@@ -330,7 +330,7 @@ def add(packed, cols):
 for kind, cols in (("int8", 1100), ("int4", 600), ("int4", 2080)):
     add(native.pack(torch.randn(50, cols, generator=torch.Generator().manual_seed(1)), kind), cols)
 for type_ in GgmlType:
-    if not type_.is_float:
+    if not type_.is_plain:
         add(native.pack_blocks(random_blocks(type_, 50, 1280)), 1280)
 print(found.hexdigest())
 """

@@ -33,7 +33,7 @@ _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 _ROWS = re.compile(r"ffn_(gate|up)\.(weight|bias)")
 _OF_FIVE_BITS = ("Q5_0", "Q5_1", "Q5_K", "Q6_K")
 _FINER = {kind.name: "Q8_0" if kind.name in _OF_FIVE_BITS else "Q5_1" for kind in GgmlType
-          if not kind.is_float and kind is not GgmlType.Q8_0}
+          if not kind.is_plain and kind is not GgmlType.Q8_0}
 """New type of down: one step finer than before, so that little is lost; others keep their type."""
 _PLAIN = "F16"
 """New type of down if the kept neurons do not fill whole blocks."""

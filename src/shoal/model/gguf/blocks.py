@@ -16,13 +16,14 @@ from torch import Tensor
 from shoal.model.gguf.header import GgmlType
 from shoal.model.gguf.levels import FORMS, LEVELS, half, nibbles
 
-PLAIN = {GgmlType.F32: torch.float32, GgmlType.F16: torch.float16, GgmlType.BF16: torch.bfloat16}
+PLAIN = {GgmlType.F32: torch.float32, GgmlType.F16: torch.float16, GgmlType.BF16: torch.bfloat16,
+         GgmlType.I64: torch.int64}
 _AT_ONCE = 1 << 21
 """Values that are dequantised at a time; it keeps temporaries small."""
 
 
 def plain(data: Tensor, kind: GgmlType) -> Tensor:
-    """Bytes [..., bytes per row] of a floating-point type as numbers [..., columns]; shares memory."""
+    """Bytes [..., bytes per row] of a plain type as numbers [..., columns]; shares memory."""
     return data.view(PLAIN[kind])
 
 
@@ -151,7 +152,7 @@ class Blocks:
 
     def dequantise(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The values [rows, columns], computed in float32 and rounded once to `dtype`; a new tensor."""
-        if self.type.is_float:
+        if self.type.is_plain:
             return plain(self.data.contiguous(), self.type).to(dtype, copy=True)
         out = torch.empty(self.shape, dtype=dtype)
         step = max(1, _AT_ONCE // self.columns)

@@ -50,7 +50,7 @@ class GgufFile:
     def values(self, name: str) -> Tensor:
         """A tensor in its shape: a read-only view for floating-point types, else dequantised to float32."""
         info, blocks = self.header.tensors[name], self.blocks(name)
-        if info.type.is_float:
+        if info.type.is_plain:
             return plain(blocks.data, info.type).view(info.shape)
         return blocks.dequantise().view(info.shape)
 

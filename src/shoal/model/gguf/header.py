@@ -55,6 +55,7 @@ class GgmlType(IntEnum):
     IQ3_S = 21
     IQ2_S = 22
     IQ4_XS = 23
+    I64 = 27
     IQ1_M = 29
     BF16 = 30
     TQ1_0 = 34
@@ -75,8 +76,8 @@ class GgmlType(IntEnum):
         return _SIZES[self][1]
 
     @property
-    def is_float(self) -> bool:
-        """Whether the type is plain floating point, one value per block."""
+    def is_plain(self) -> bool:
+        """Whether the type has one value per block: floating point, or whole numbers."""
         return self.values == 1
 
     def row_bytes(self, columns: int) -> int:
@@ -87,16 +88,16 @@ class GgmlType(IntEnum):
 
 
 _SIZES = {
-    GgmlType.F32: (1, 4), GgmlType.F16: (1, 2), GgmlType.BF16: (1, 2), GgmlType.Q4_0: (32, 18), GgmlType.Q4_1: (32, 20),
-    GgmlType.Q5_0: (32, 22), GgmlType.Q5_1: (32, 24), GgmlType.Q8_0: (32, 34), GgmlType.Q4_K: (256, 144),
-    GgmlType.Q5_K: (256, 176), GgmlType.Q6_K: (256, 210), GgmlType.Q2_K: (256, 84), GgmlType.Q3_K: (256, 110),
-    GgmlType.IQ2_XXS: (256, 66), GgmlType.IQ2_XS: (256, 74), GgmlType.IQ2_S: (256, 82), GgmlType.IQ3_XXS: (256, 98),
-    GgmlType.IQ3_S: (256, 110), GgmlType.IQ1_S: (256, 50), GgmlType.IQ1_M: (256, 56), GgmlType.IQ4_NL: (32, 18),
-    GgmlType.IQ4_XS: (256, 136), GgmlType.TQ1_0: (256, 54), GgmlType.TQ2_0: (256, 66), GgmlType.MXFP4: (32, 17),
-    GgmlType.NVFP4: (64, 36), GgmlType.Q1_0: (128, 18), GgmlType.Q2_0: (64, 18),
+    GgmlType.F32: (1, 4), GgmlType.F16: (1, 2), GgmlType.BF16: (1, 2), GgmlType.I64: (1, 8), GgmlType.Q4_0: (32, 18),
+    GgmlType.Q4_1: (32, 20), GgmlType.Q5_0: (32, 22), GgmlType.Q5_1: (32, 24), GgmlType.Q8_0: (32, 34),
+    GgmlType.Q4_K: (256, 144), GgmlType.Q5_K: (256, 176), GgmlType.Q6_K: (256, 210), GgmlType.Q2_K: (256, 84),
+    GgmlType.Q3_K: (256, 110), GgmlType.IQ2_XXS: (256, 66), GgmlType.IQ2_XS: (256, 74), GgmlType.IQ2_S: (256, 82),
+    GgmlType.IQ3_XXS: (256, 98), GgmlType.IQ3_S: (256, 110), GgmlType.IQ1_S: (256, 50), GgmlType.IQ1_M: (256, 56),
+    GgmlType.IQ4_NL: (32, 18), GgmlType.IQ4_XS: (256, 136), GgmlType.TQ1_0: (256, 54), GgmlType.TQ2_0: (256, 66),
+    GgmlType.MXFP4: (32, 17), GgmlType.NVFP4: (64, 36), GgmlType.Q1_0: (128, 18), GgmlType.Q2_0: (64, 18),
 }
 
-OTHERS = {9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64"}
+OTHERS = {9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 28: "F64"}
 """Types that Shoal does not read, for error messages."""
 
 
@@ -337,7 +338,7 @@ class _Reader:
             if name in found:
                 raise self._wrong(f"the tensor {_short(name)} occurs twice", "each must occur once")
             shape, kind, offset = self._tensor(name)
-            found[name] = self._known(name, kind), shape, offset
+            found[name] = self._known(name, kind, len(shape)), shape, offset
         return found
 
     def _tensor(self, name: str) -> tuple[tuple[int, ...], int, int]:
@@ -351,9 +352,9 @@ class _Reader:
             raise self._wrong(f"tensor {_short(name)} has shape {list(shape)}", "each dimension must be at least 1")
         return shape, kind, offset
 
-    def _known(self, name: str, kind: int) -> GgmlType:
-        if kind not in GgmlType.__members__.values():
-            known = ", ".join(kind.name for kind in GgmlType)
+    def _known(self, name: str, kind: int, dimensions: int) -> GgmlType:
+        if kind not in GgmlType.__members__.values() or (kind == GgmlType.I64 and dimensions > 1):
+            known = ", ".join(kind.name for kind in GgmlType if kind is not GgmlType.I64)
             what = f"tensor {_short(name)} of type {OTHERS.get(kind, kind)} in {self._name!r}"
             raise Unsupported(what, f"Shoal reads {known}", "Quantise the model to one of them, such as Q4_K_M or Q8_0")
         return GgmlType(kind)

@@ -59,7 +59,7 @@ def _gemma4(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
         "vocab_size_per_layer_input": file.header.tensors[_TABLE].shape[0] if file.has(_TABLE) else 0,
         "final_logit_softcapping": metadata.number("final_logit_softcapping")
         if metadata.has("final_logit_softcapping") else None,
-        "rope_parameters": _ropes(file, metadata, sizes["head_dim"]), "enable_moe_block": experts > 0,
+        "rope_parameters": ropes(file, metadata, sizes["head_dim"]), "enable_moe_block": experts > 0,
         **({"num_experts": experts, "top_k_experts": metadata.whole("expert_used_count"),
             "moe_intermediate_size": metadata.whole("expert_feed_forward_length")} if experts else {}),
     }
@@ -98,7 +98,7 @@ def _one_of(metadata: Metadata, layers: int, some: list[int]) -> int:
     return found.pop()
 
 
-def _ropes(file: GgufFile, metadata: Metadata, head_dim: int) -> Fields:
+def ropes(file: GgufFile, metadata: Metadata, head_dim: int) -> Fields:
     """Rotary embeddings by type of layer; factors beyond all bounds stand for dimensions that are not turned."""
     full: dict[str, Any] = {"rope_type": "proportional", "rope_theta": metadata.number("rope.freq_base", 1e6),
                             "partial_rotary_factor": 1.0}

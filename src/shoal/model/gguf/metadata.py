@@ -62,6 +62,13 @@ class Metadata:
             raise self._wrong(key, found.tolist(), f"{layers} whole numbers from {least} to 2147483647, one per layer")
         return list(found)
 
+    def wholes(self, key: str) -> list[int]:
+        """Integers of at least 0, as many as there are."""
+        found = self._entry(key)
+        if not isinstance(found, memoryview) or found.format in ("f", "d", "?") or not all(one >= 0 for one in found):
+            raise self._wrong(key, found, "an array of whole numbers of at least 0")
+        return list(found)
+
     def number(self, key: str, default: float | None = None) -> float:
         """A positive number."""
         found = self._entry(key, default)

@@ -282,9 +282,12 @@ class GgufSource(Source):
             groups = self._config.linear_num_key_heads
             return _rows(info, groups, "key heads").view(groups, 2, -1)[:, half].flatten()
         heads = self._heads.get(info.name.split(".")[-2])
-        if heads is None:
-            return None
-        return _rows(info, heads, "heads").view(heads, -1, 2).transpose(1, 2).flatten()
+        return None if heads is None else halves(info, heads)
+
+
+def halves(info: TensorInfo, heads: int) -> Tensor:
+    """The row order of transformers, as rows of the file, where that has neighbouring pairs in place of halves."""
+    return _rows(info, heads, "heads").view(heads, -1, 2).transpose(1, 2).flatten()
 
 
 def _rows(info: TensorInfo, heads: int, what: str) -> Tensor:

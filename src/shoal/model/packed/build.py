@@ -169,7 +169,7 @@ def file_packer(
     most = sum(native.packed_bytes(native.kind_of_type(kind), rows + native.LANES, columns)  # row blocks may be padded
                for kind, (rows, columns) in matrices)
     if grown := ", ".join(sorted({f"{kind.name} as {native.kind_of_type(kind)}" for kind, _ in matrices
-                                  if native.kind_of_type(kind).upper() != kind.name and not kind.is_float})):
+                                  if native.kind_of_type(kind).upper() != kind.name and not kind.is_plain})):
         log.info("some matrices are held in another form of the same numbers: %s", grown)
     kept = Repacked(source.paths, most)
     return NativeFilePacker(source, kept, read), kept

@@ -230,7 +230,7 @@ def pack_blocks(
 def _weave(packed: PackedWeight, blocks: Blocks) -> None:
     """Fill a packed matrix from blocks."""
     if packed.kind in _FLOATS:
-        exact = plain(blocks.data.contiguous(), blocks.type) if blocks.type.is_float else blocks.dequantise()
+        exact = plain(blocks.data.contiguous(), blocks.type) if blocks.type.is_plain else blocks.dequantise()
         _convert("shoal_pack", packed.struct(), exact)
         return
     data = blocks.recoded().contiguous()
