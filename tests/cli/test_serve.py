@@ -58,7 +58,7 @@ def test_a_terminated_server_finishes_its_streams(tiny_folder: str) -> None:
 def test_options_that_make_no_sense(
     tiny_folder: str, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["serve", "--model", tiny_folder, *words]) == 2
+    assert main(["serve", "--port", "0", "--model", tiny_folder, *words]) == 2
     assert said in capsys.readouterr().err
 
 
@@ -84,7 +84,7 @@ def test_several_models_that_cannot_be(
     other = tmp_path / name
     other.mkdir()
     given = [word.format(tiny=tiny_folder, other=other, name=name) for word in words]
-    assert main(["serve", "--model", tiny_folder, *given]) == 2
+    assert main(["serve", "--port", "0", "--model", tiny_folder, *given]) == 2
     assert said in capsys.readouterr().err
 
 
@@ -93,6 +93,6 @@ def test_the_typed_model_takes_the_place_of_the_configured_one(
 ) -> None:
     (tmp_path / "shoal.toml").write_text('model = "configured"\n', "utf-8")
     monkeypatch.setenv("SHOAL_CONFIG", str(tmp_path / "shoal.toml"))
-    assert main(["serve", "--model", "org/typed"]) == 2
+    assert main(["serve", "--port", "0", "--model", "org/typed"]) == 2
     said = capsys.readouterr().err
     assert "typed" in said and "configured" not in said

@@ -53,6 +53,6 @@ def test_no_path_in_a_request_is_followed_and_the_folder_is_the_operators(tmp_pa
 
 
 def test_a_folder_that_is_not_there_is_refused_before_a_model_is_loaded(capsys: Any) -> None:
-    assert main(["serve", "--model", "/nothing/there", "--members-folder", "/no/code"]) == 2
+    assert main(["serve", "--port", "0", "--model", "/nothing/there", "--members-folder", "/no/code"]) == 2
     said = capsys.readouterr().err
     assert "/no/code" in said and "no such folder" in said and "/nothing/there" not in said
