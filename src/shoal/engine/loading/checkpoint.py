@@ -13,8 +13,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from shoal.engine.loading.form import FileForm, of_tensors
 from shoal.engine.loading.generation_config import DRAWING, of_file, recommended
-from shoal.engine.loading.gguf_checkpoint import GgufCheckpoint, is_gguf
+from shoal.engine.loading.gguf_checkpoint import GgufCheckpoint, Spoken, is_gguf, spoken_by
 from shoal.errors import LAB_INSTALL, Unsupported, told_by_transformers
 from shoal.hub.names import entry_of
 from shoal.hub.places import find
@@ -187,6 +188,17 @@ class Checkpoint:
             return self._gguf.ends()
         parts = [self._config_json, *(part for part in self._config_json.values() if isinstance(part, dict))]
         return {"written": any(part.get("eos_token_id") is not None for part in parts)}
+
+    def form(self) -> FileForm:
+        """How its weights lie in its files."""
+        if self._gguf is not None:
+            return self._gguf.form()
+        folder = self._folder()
+        return of_tensors(FileSource(folder), quantised_by(self.config())) if has_safetensors(folder) else FileForm()
+
+    def spoken(self) -> Spoken:
+        """What it says of text."""
+        return spoken_by(self.tokenizer()) if self._gguf is None else self._gguf.spoken()
 
     def model(self, dtype: Any, **options: Any) -> Any:
         """The model with its own modules; `options` are those of `from_pretrained`."""

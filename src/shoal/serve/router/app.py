@@ -10,7 +10,7 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from datetime import datetime, timedelta, timezone
 from typing import Any
@@ -23,21 +23,30 @@ from starlette.types import Message, Receive, Scope, Send
 
 from shoal.serve.app import BODIES, PROMETHEUS, add_page, add_post, base_app, model_card, shown
 from shoal.serve.errors import OLLAMA_ROUTE, refused
+from shoal.serve.facts import ModelFacts, model_line
 from shoal.serve.metrics import Together
 from shoal.serve.middleware import note
-from shoal.serve.ollama import model_line
 from shoal.serve.protocol.bodies import read
 from shoal.serve.protocol.ollama import OllamaWire, asks_nothing
 from shoal.serve.protocol.thoughts import Reading
 from shoal.serve.router.keeping import seconds_of
 from shoal.serve.router.loading import ModelLoader
 from shoal.serve.router.pulling import PullRoute
-from shoal.serve.router.shelf import Shelf, Shelved
+from shoal.serve.router.shelf import Shelf, Shelved, failure
 from shoal.serve.settings import Settings
 
 _NAMED = ("model", "name")
+_SHOW = f"{OLLAMA_ROUTE}show"
 _SOON = 0.05
 """Seconds of waiting that the log passes over."""
+
+
+def _named(given: Mapping[str, Any]) -> str | None:
+    """The model that a request names; ApiError 400 where that is no text."""
+    named = next((given[name] for name in _NAMED if given.get(name) is not None), None)
+    if named is not None and not isinstance(named, str):
+        raise refused("model", "model must be text")
+    return named
 
 
 class Forwarded(Response):
@@ -77,16 +86,14 @@ class Router:
     def __init__(self, shelf: Shelf, loader: ModelLoader, settings: Settings) -> None:
         self._shelf, self._loader, self._settings = shelf, loader, settings
         self._made = int(time.time())
+        self._written = datetime.fromtimestamp(self._made, timezone.utc).isoformat()
         self._process = CollectorRegistry()
         ProcessCollector(registry=self._process)
 
     async def forward(self, request: Request) -> Response:
         """Hand a request to the model that it names."""
         given, path = read(await request.body()), request.url.path
-        named = next((given[name] for name in _NAMED if given.get(name) is not None), None)
-        if named is not None and not isinstance(named, str):
-            raise refused("model", "model must be text")
-        one = self._shelf.get(named)
+        one = self._shelf.get(_named(given))
         keep = self._kept(given.pop("keep_alive", None))
         if keep == 0 and path in ("/api/chat", "/api/generate") and asks_nothing(given):
             await self._shelf.unload(one)
@@ -97,7 +104,19 @@ class Router:
 
     async def look(self, request: Request) -> Response:
         """Ask the model that the query names, or the first."""
-        return Forwarded(self._shelf, self._shelf.get(request.query_params.get("model") or None), None, None)
+        return Forwarded(self._shelf, self._asked_by(request), None, None)
+
+    async def props(self, request: Request) -> Response:
+        """What the model that the query names, or the first, says of itself; if not in memory, what its files say."""
+        one = self._asked_by(request)
+        if one.ready:
+            return Forwarded(self._shelf, one, None, None)
+        return JSONResponse((await self._facts(one)).props(one.listed.name))
+
+    async def show(self, request: Request) -> dict[str, Any]:
+        """What is known of a model, in memory or not, in Ollama's form."""
+        one = self._shelf.get(_named(read(await request.body())))
+        return (await self._facts(one)).show(one.listed.name, self._written)
 
     async def models(self) -> dict[str, Any]:
         """All models and their states, in the forms of OpenAI, Anthropic and llama-server."""
@@ -153,6 +172,16 @@ class Router:
         each = {name: [*metrics.registry.collect()] for name, metrics in list(self._loader.metrics.items())}
         return generate_latest(Together({**each, "": [*self._process.collect(), loaded, sizes, *counts]}))
 
+    async def _facts(self, one: Shelved) -> ModelFacts:
+        """What is known of a model, by its files if it was never loaded; ApiError 500 where they cannot be read."""
+        try:
+            return await asyncio.to_thread(self._loader.facts, one.listed)
+        except Exception as error:
+            raise failure(one.listed, error) from None
+
+    def _asked_by(self, request: Request) -> Shelved:
+        return self._shelf.get(request.query_params.get("model") or None)
+
     def _asked(self, raw: bytes) -> Shelved:
         given = read(raw)
         if not isinstance(given.get("model"), str):
@@ -166,10 +195,11 @@ class Router:
             raise refused("keep_alive", str(error)) from None
 
     def _card(self, one: Shelved) -> dict[str, Any]:
-        known = self._loader.known.get(one.listed.name, {})
+        known = self._loader.known(one.listed)
         status = {"value": one.state} if one.state != "failed" else {"value": "unloaded", "failed": True}
         wrong = {} if one.error is None else {"error": one.error.message}
-        return {**model_card(one.listed.name, self._made, known.get("positions"), self._settings.max_tokens),
+        return {**model_card(one.listed.name, self._made, None if known is None else known.positions,
+                             self._settings.max_tokens),
                 "aliases": list(one.listed.aliases), "state": one.state, "size": self._size(one), "status": status,
                 **wrong}
 
@@ -178,16 +208,14 @@ class Router:
         return one.size or self._loader.least(one.listed)
 
     def _line(self, one: Shelved) -> dict[str, Any]:
-        known = self._loader.known.get(one.listed.name, {})
-        made = datetime.fromtimestamp(self._made, timezone.utc).isoformat()
-        return model_line(one.listed.name, made, self._size(one), known.get("family", ""))
+        return model_line(one.listed.name, self._written, self._size(one), self._loader.known(one.listed))
 
     def _stay(self, one: Shelved) -> dict[str, Any]:
-        known = self._loader.known[one.listed.name]
+        known = self._loader.facts(one.listed)
         left = one.keep if one.users else one.expires - self._shelf.clock()
         until = datetime.max if math.isinf(left) else datetime.now(timezone.utc) + timedelta(seconds=left)
-        return {"expires_at": until.isoformat(), "context_length": known["positions"],
-                "size_vram": one.size if known["on_gpu"] else 0}
+        return {"expires_at": until.isoformat(), "context_length": known.positions,
+                "size_vram": one.size if one.held.on_gpu else 0}
 
 
 def create_router(shelf: Shelf, loader: ModelLoader, settings: Settings, pulls: bool = False) -> FastAPI:
@@ -204,8 +232,9 @@ def create_router(shelf: Shelf, loader: ModelLoader, settings: Settings, pulls: 
 
     app, router = base_app(settings, lifespan), Router(shelf, loader, settings)
     for path in shown(BODIES, settings):
-        add_post(app, path, router.forward)
-    for path in shown({"/props": 0, "/playground/model": 0}, settings):
+        add_post(app, path, router.show if path == _SHOW else router.forward)
+    app.get("/props")(router.props)
+    for path in shown({"/playground/model": 0}, settings):
         app.get(path)(router.look)
     for path in ("/v1/models", "/models"):
         app.get(path)(router.models)

@@ -284,7 +284,7 @@ class Shelf:
             held = await self._loaded(one)
         except Exception as error:
             self._count("failures", one)
-            one.state, one.error, one.failed = "failed", _failure(one.listed, error), self.clock()
+            one.state, one.error, one.failed = "failed", failure(one.listed, error), self.clock()
             self._answer(one, one.error)
         else:
             self._count("loads", one)
@@ -365,7 +365,7 @@ class Shelf:
         self.counts[what][one.listed.name] = self.counts[what].get(one.listed.name, 0) + 1
 
 
-def _failure(listed: Listed, error: Exception) -> ApiError:
+def failure(listed: Listed, error: Exception) -> ApiError:
     """What clients are told of a load that failed; the log is told all."""
     told = isinstance(error, ValueError)
     LOG.error("%s could not be loaded: %s", listed.name, error, exc_info=None if told else error)
