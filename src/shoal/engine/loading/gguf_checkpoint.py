@@ -23,8 +23,9 @@ from shoal.errors import Unsupported
 from shoal.model.gguf.file import GgufFile
 from shoal.model.gguf.header import Header, read_said
 from shoal.model.gguf.metadata import Metadata, vocabulary_of
-from shoal.model.gguf.source import ASIDE, GgufSource
+from shoal.model.gguf.source import ASIDE, GgufSource, matrix_sizes
 from shoal.model.gguf.splits import further_beside
+from shoal.model.lora.adapter import Place
 from shoal.model.modules import check_loading_info, expected, loaded, refuse
 
 _MAGIC = b"GGUF"
@@ -82,6 +83,10 @@ class GgufCheckpoint:
         if self._own is not None:
             return of_header(self._own[0].header)
         return FileForm("gguf") if self._said is None else of_header(*self._said)
+
+    def sizes(self) -> dict[Place, tuple[int, int]]:
+        """Rows and columns of the matrices of layers; empty where only transformers reads the file."""
+        return {} if self._own is None else matrix_sizes(self._own[0])
 
     def spoken(self) -> Spoken:
         """What it says of text, without a tokenizer made of it where Shoal reads the file."""

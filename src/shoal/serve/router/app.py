@@ -10,7 +10,7 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from datetime import datetime, timedelta, timezone
 from typing import Any
@@ -49,17 +49,23 @@ def _named(given: Mapping[str, Any]) -> str | None:
     return named
 
 
+def _parent(one: Shelved, name: str) -> str:
+    """The model of an adapter of that name; "" for the model itself."""
+    return "" if name == one.listed.name else one.listed.name
+
+
 class Forwarded(Response):
     """The answer of a model, which is loaded first if it is not in memory.
 
     Args:
+        name: of the model, or of its adapter that is meant.
         body: what the model is sent; None for nothing.
         keep: seconds that the model stays in memory afterwards; None for as long as the operator says.
     """
 
-    def __init__(self, shelf: Shelf, one: Shelved, body: bytes | None, keep: float | None) -> None:
+    def __init__(self, shelf: Shelf, one: Shelved, name: str, body: bytes | None, keep: float | None) -> None:
         super().__init__()
-        self._shelf, self._one, self._sent, self._keep = shelf, one, body, keep
+        self._shelf, self._one, self._name, self._sent, self._keep = shelf, one, name, body, keep
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer."""
@@ -73,7 +79,7 @@ class Forwarded(Response):
             return await receive()
 
         async with self._shelf.using(self._one, self._keep) as held:
-            note(scope, model=self._one.listed.name)
+            note(scope, model=self._name)
             if (waited := time.monotonic() - began) > _SOON:
                 note(scope, load_seconds=round(waited, 4))
             answer = await held.answer(Request(scope, again))
@@ -93,40 +99,40 @@ class Router:
     async def forward(self, request: Request) -> Response:
         """Hand a request to the model that it names."""
         given, path = read(await request.body()), request.url.path
-        one = self._shelf.get(_named(given))
+        one, name = self._meant(_named(given))
         keep = self._kept(given.pop("keep_alive", None))
         if keep == 0 and path in ("/api/chat", "/api/generate") and asks_nothing(given):
             await self._shelf.unload(one)
-            wire = OllamaWire(one.listed.name, Reading(), path.endswith("chat"))
+            wire = OllamaWire(name, Reading(), path.endswith("chat"))
             return JSONResponse({**wire.loaded(), "done_reason": "unload"})
-        given["model"] = one.listed.name
-        return Forwarded(self._shelf, one, json.dumps(given, ensure_ascii=False).encode(), keep)
+        given["model"] = name
+        return Forwarded(self._shelf, one, name, json.dumps(given, ensure_ascii=False).encode(), keep)
 
     async def look(self, request: Request) -> Response:
         """Ask the model that the query names, or the first."""
-        return Forwarded(self._shelf, self._asked_by(request), None, None)
+        return Forwarded(self._shelf, *self._asked_by(request), None, None)
 
     async def props(self, request: Request) -> Response:
         """What the model that the query names, or the first, says of itself; if not in memory, what its files say."""
-        one = self._asked_by(request)
+        one, name = self._asked_by(request)
         if one.ready:
-            return Forwarded(self._shelf, one, None, None)
+            return Forwarded(self._shelf, one, name, None, None)
         return JSONResponse((await self._facts(one)).props(one.listed.name))
 
     async def show(self, request: Request) -> dict[str, Any]:
         """What is known of a model, in memory or not, in Ollama's form."""
-        one = self._shelf.get(_named(read(await request.body())))
-        return (await self._facts(one)).show(one.listed.name, self._written)
+        one, name = self._meant(_named(read(await request.body())))
+        return (await self._facts(one)).show(name, self._written, _parent(one, name))
 
     async def models(self) -> dict[str, Any]:
         """All models and their states, in the forms of OpenAI, Anthropic and llama-server."""
-        cards = [self._card(one) for one in self._shelf.models]
+        cards = [self._card(one, name) for one, name in self._all()]
         return {"object": "list", "data": cards, "has_more": False, "first_id": cards[0]["id"],
                 "last_id": cards[-1]["id"]}
 
     async def model(self, name: str) -> dict[str, Any]:
-        """A model by its name."""
-        return self._card(self._shelf.get(name))
+        """A model or an adapter by its name."""
+        return self._card(*self._meant(name))
 
     async def load(self, request: Request) -> dict[str, bool]:
         """Have a model loaded."""
@@ -139,12 +145,12 @@ class Router:
         return {"success": True}
 
     async def tags(self) -> dict[str, Any]:
-        """All models, as Ollama lists them."""
-        return {"models": [self._line(one) for one in self._shelf.models]}
+        """All models and their adapters, as Ollama lists them."""
+        return {"models": [self._line(one, name) for one, name in self._all()]}
 
     async def running(self) -> dict[str, Any]:
         """The models in memory, as Ollama lists them."""
-        return {"models": [{**self._line(one), **self._stay(one)} for one in self._shelf.models
+        return {"models": [{**self._line(one, one.listed.name), **self._stay(one)} for one in self._shelf.models
                            if one.state == "loaded"]}
 
     async def health(self) -> JSONResponse:
@@ -179,8 +185,18 @@ class Router:
         except Exception as error:
             raise failure(one.listed, error) from None
 
-    def _asked_by(self, request: Request) -> Shelved:
-        return self._shelf.get(request.query_params.get("model") or None)
+    def _asked_by(self, request: Request) -> tuple[Shelved, str]:
+        return self._meant(request.query_params.get("model") or None)
+
+    def _meant(self, asked: str | None) -> tuple[Shelved, str]:
+        """The model that a name means, and its name, or that of its adapter; ApiError 404 where there is none."""
+        one = self._shelf.get(asked)
+        return one, one.listed.called(asked)
+
+    def _all(self) -> Iterator[tuple[Shelved, str]]:
+        """Every model with its name, and with the names of its adapters."""
+        for one in self._shelf.models:
+            yield from ((one, name) for name in one.listed.served)
 
     def _asked(self, raw: bytes) -> Shelved:
         given = read(raw)
@@ -194,21 +210,22 @@ class Router:
         except ValueError as error:
             raise refused("keep_alive", str(error)) from None
 
-    def _card(self, one: Shelved) -> dict[str, Any]:
+    def _card(self, one: Shelved, name: str) -> dict[str, Any]:
         known = self._loader.known(one.listed)
         status = {"value": one.state} if one.state != "failed" else {"value": "unloaded", "failed": True}
         wrong = {} if one.error is None else {"error": one.error.message}
-        return {**model_card(one.listed.name, self._made, None if known is None else known.positions,
+        parent = _parent(one, name)
+        return {**model_card(name, self._made, None if known is None else known.positions,
                              self._settings.max_tokens),
-                "aliases": list(one.listed.aliases), "state": one.state, "size": self._size(one), "status": status,
-                **wrong}
+                "aliases": [] if parent else list(one.listed.aliases), "state": one.state, "size": self._size(one),
+                "status": status, **({"parent": parent} if parent else {}), **wrong}
 
     def _size(self, one: Shelved) -> int:
         """What a model took when it was loaded last, else what its files say."""
         return one.size or self._loader.least(one.listed)
 
-    def _line(self, one: Shelved) -> dict[str, Any]:
-        return model_line(one.listed.name, self._written, self._size(one), self._loader.known(one.listed))
+    def _line(self, one: Shelved, name: str) -> dict[str, Any]:
+        return model_line(name, self._written, self._size(one), self._loader.known(one.listed), _parent(one, name))
 
     def _stay(self, one: Shelved) -> dict[str, Any]:
         known = self._loader.facts(one.listed)

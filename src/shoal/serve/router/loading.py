@@ -10,7 +10,7 @@ from weakref import WeakSet
 from fastapi import Request, Response
 
 from shoal.engine.engine import Engine
-from shoal.engine.memory.footprint import standing, weight_bytes
+from shoal.engine.memory.footprint import standing
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.engine.scheduling.turns import FairTurns
 from shoal.methods import make
@@ -18,7 +18,7 @@ from shoal.serve.app import LAST_TURN, ModelRoutes, ailment, model_routes
 from shoal.serve.errors import LOG
 from shoal.serve.facts import ModelFacts
 from shoal.serve.metrics import Metrics
-from shoal.serve.router.budget import MemoryBudget
+from shoal.serve.router.budget import MemoryBudget, held_bytes
 from shoal.serve.router.listing import Listed, stamp
 from shoal.serve.settings import Settings
 
@@ -69,7 +69,7 @@ class ModelInMemory:
         self.engine, self._settings, self._making, self._all, self._made = engine, settings, making, metrics, made
         self.scheduler: Scheduler | None = None
         self._routes: ModelRoutes | None = None
-        self.own, self._kv = weight_bytes(engine), making.kv
+        self.own, self._kv = held_bytes(engine), making.kv
         if budget.limit is not None:
             self.own, share = budget.shares(engine, make(settings.method), making.max_seqs, making.chunk)
             self._kv = making.kv or share
@@ -161,7 +161,8 @@ class ModelLoader:
     def load(self, listed: Listed) -> ModelInMemory:
         """Load a model; ValueError says why that cannot be."""
         method = self._settings.method if listed.method is None else listed.method
-        settings = replace(self._settings, model_name=listed.name, method=method)
+        adapters = tuple(one.name for one in listed.adapters)
+        settings = replace(self._settings, model_name=listed.name, adapters=adapters, method=method)
         now, engine = stamp(listed), self._making.engine(listed)
         engine.share_turns(self._turns)
         self._facts[listed.name] = now, ModelFacts.of_engine(engine)

@@ -129,7 +129,7 @@ class Shelf:
 
     def add(self, listed: Listed) -> None:
         """Add a model, unless there is one of its name."""
-        if all(listed.name not in (one.listed.name, *one.listed.aliases) for one in self.models):
+        if all(listed.name not in one.listed.names for one in self.models):
             self.models.append(Shelved(listed, self._keep))
 
     def find(self, name: str | None) -> Shelved | None:
@@ -149,7 +149,7 @@ class Shelf:
         """The model of a name; ApiError 404 where there is none."""
         found = self.find(name)
         if found is None:
-            names = ", ".join(one.listed.name for one in self.models)
+            names = ", ".join(name for one in self.models for name in one.listed.served)
             raise ApiError(404, f"there is no model {name!r:.200} here; there are {names:.2000}", param="model",
                            code="model_not_found")
         return found
