@@ -140,6 +140,7 @@ def routing(
     **settings: Any,
 ) -> Iterator[Routed]:
     """Serve several models, each made anew when it is loaded; at most two are in memory."""
+    from shoal.serve.facts import ModelFacts
     from shoal.serve.router.app import create_router
     from shoal.serve.router.budget import MemoryBudget
     from shoal.serve.router.listing import Listed
@@ -152,7 +153,8 @@ def routing(
         return Scheduler(engine, kv_bytes=kv, prefix_bytes=prefixes)
 
     wanted = Settings(**{"model_name": "", "grace": 20.0, **settings})
-    making = Making(lambda one: 1000, lambda one: models[str(one.source)](), scheduler)
+    making = Making(lambda one: 1000, lambda one: ModelFacts.of_engine(models[str(one.source)]()),
+                    lambda one: models[str(one.source)](), scheduler)
     loader = ModelLoader(wanted, making, MemoryBudget(None))
     listed = [Listed(name, name, (f"{name}-alias",)) for name in models]
     shelf = Shelf(listed, loader, **{"most": 2, "keep": 300.0, **(shelving or {})})
@@ -161,6 +163,25 @@ def routing(
     with in_thread(server, listener, running.close):
         yield running
     assert not loader.schedulers
+
+
+@contextmanager
+def routing_files(*options: str) -> Iterator[Routed]:
+    """Serve several models of files, as `shoal serve` does with these options."""
+    from shoal.cli import serve
+    from shoal.cli.options import serving as several
+    from shoal.cli.options.parser import Parser, parse
+    from shoal.serve.router.app import create_router
+    from shoal.serve.run import bind, server_of
+
+    serve.add_arguments(parser := Parser())
+    args = parse(parser, options)
+    settings = serve._settings(args)
+    shelf, loader = several.opened(args, settings, several.check(args))
+    listener, server = bind("127.0.0.1", 0), server_of(create_router(shelf, loader, settings), settings)
+    running = Routed(f"http://127.0.0.1:{listener.getsockname()[1]}", shelf, loader)
+    with in_thread(server, listener, running.close):
+        yield running
 
 
 @dataclass

@@ -67,7 +67,9 @@ def test_options_that_make_no_sense(
     [
         (["--model", "{tiny}", "--served-model-name", "t"], "give --alias NAME=MODEL"),
         (["--model", "{other}", "--replicas", "2"], "--replicas is 2 with several models"),
-        (["--model", "{other}", "--lora", "a=adapter"], "--lora is for one model"),
+        (["--keep-alive", "5m", "--lora", "a=none"], "there is no adapter at 'none'"),
+        (["--lora-for", "none=a=none"], "--lora-for none: there is no such model; there are {name}"),
+        (["--lora-for", "none"], "'none' is no NAME=VALUE"),
         (["--model", "{other}"], "would stand for both"),
         (["--alias", "x={tiny}", "--alias", "x=org/other"], "the name 'x' would stand for both"),
         (["--alias", "x=org/none", "--alias", "x=org/other"], "would stand for both org/none and org/other"),
@@ -85,7 +87,7 @@ def test_several_models_that_cannot_be(
     other.mkdir()
     given = [word.format(tiny=tiny_folder, other=other, name=name) for word in words]
     assert main(["serve", "--port", "0", "--model", tiny_folder, *given]) == 2
-    assert said in capsys.readouterr().err
+    assert said.format(name=name) in capsys.readouterr().err
 
 
 def test_the_typed_model_takes_the_place_of_the_configured_one(

@@ -30,6 +30,7 @@ EXAMPLES = """examples:
   shoal serve --model qwen3:4b --model gemma3:4b --memory 8GiB --keep-alive 10m
   shoal serve --models path/to/models --alias fast=path/to/models/small.gguf
   shoal serve --model path/to/model --lora sql=path/to/adapter --lora tone=path/to/adapter.gguf:0.5
+  shoal serve --models path/to/models --lora sql=path/to/adapter --lora-for big=tone=path/to/adapter.gguf
 """
 _SETTINGS = ("method", "default_max_tokens", "max_tokens", "max_n", "max_body", "grace", "log_prompts", "strict",
              "stall", "members_folder")

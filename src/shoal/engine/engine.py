@@ -28,6 +28,7 @@ from shoal.engine.cards.card import Card
 from shoal.engine.constraints.constraint import Compiler
 from shoal.engine.loading.adapters import AdapterWish, name_of
 from shoal.engine.loading.companions import DraftModels, OpenModel, TrainedTensors
+from shoal.engine.loading.form import FileForm
 from shoal.engine.loading.generation_config import processors
 from shoal.engine.loading.ranks import ALONE
 from shoal.engine.memory.amounts import shown
@@ -81,6 +82,8 @@ class Engine:
         masked: what a masked-diffusion model says of itself, else None.
         parallel: the token by which the model, as a draft model, guesses in parallel, or None.
         mtp: finds the layer for further tokens in the model's files; it returns None where they have none.
+        family: the type of the model's config, such as "llama".
+        form: says how the weights lie in the model's files.
         limit: the memory that the process may take; what cannot fit is refused before it starts. None for any.
         sampling: what the model's makers recommend for `Sampling`, where they say so. Commands and servers draw by it;
             see `shoal.engine.loading.generation_config`.
@@ -107,7 +110,8 @@ class Engine:
         self.limit: MemoryLimit | None = None
         self._generation_processors = partial(processors, generation_rules or {}, device=runner.device)
         self.sampling: Mapping[str, float] = {}
-        self.sampling_from = self.unpacked = ""
+        self.sampling_from = self.unpacked = self.family = ""
+        self.form: Callable[[], FileForm] = FileForm
         self.adapters: dict[str, FittedAdapter] = {}
         self.adapter = ""
         self._turn: AbstractContextManager[bool] = threading.RLock()

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from datetime import datetime, timezone
+from functools import cached_property
 from typing import Any
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from shoal.engine.engine import Engine
-from shoal.engine.loading.generation_config import filled
 from shoal.engine.memory.footprint import weight_bytes
 from shoal.serve.errors import no_model
+from shoal.serve.facts import ModelFacts, model_line
 from shoal.serve.handler import RequestHandler
 from shoal.serve.protocol.bodies import CompletionBody, read
 from shoal.serve.protocol.fields import OLLAMA
-from shoal.serve.protocol.infill import marks_in
 from shoal.serve.protocol.ollama import OllamaBody, OllamaWire, as_chat, as_completion, asks_nothing
-from shoal.serve.protocol.thoughts import Reading, tags_of
+from shoal.serve.protocol.thoughts import Reading
 from shoal.serve.protocol.wire import Json
 from shoal.serve.settings import Settings
 
@@ -32,6 +33,10 @@ class OllamaRoutes:
         self._handler, self._engine, self._names = handler, engine, settings.names
         self._name = settings.model_name
         self._made = datetime.fromtimestamp(int(time.time()), timezone.utc).isoformat()
+
+    @cached_property
+    def _facts(self) -> ModelFacts:
+        return ModelFacts.of_engine(self._engine)
 
     async def chat(self, request: Request) -> Response:
         """Answer a conversation."""
@@ -75,32 +80,11 @@ class OllamaRoutes:
         """What is known about the model."""
         given = read(await request.body())
         name = self._known(given.get("model") or given.get("name"))
-        engine, family = self._engine, self._family
-        template = str(getattr(engine.tokenizer, "chat_template", None) or "")
-        fills = engine.tokenizer is not None and marks_in(engine.tokenizer.get_vocab()) is not None
-        able = {"completion": True, "tools": "tools" in template, "insert": fills,
-                "thinking": tags_of(template) is not None}
-        parameters = [f"{name} {value}" for name, value in filled({}, engine.sampling).items()]
-        return {
-            "modelfile": f"FROM {name}", "parameters": "\n".join(parameters), "template": template,
-            "details": self._card(name)["details"], "modified_at": self._made,
-            "model_info": {"general.architecture": family, f"{family}.block_count": engine.runner.num_layers,
-                           f"{family}.context_length": engine.runner.max_positions,
-                           f"{family}.vocab_size": engine.runner.vocab_size},
-            "capabilities": [name for name, can in able.items() if can],
-        }
+        facts = await asyncio.to_thread(ModelFacts.of_engine, self._engine)
+        return facts.show(name, self._made, self._parent(name))
 
-    @property
-    def _family(self) -> str:
-        return str(getattr(getattr(self._engine.model, "config", None), "model_type", "unknown"))
+    def _parent(self, name: str) -> str:
+        return "" if name == self._name else self._name
 
     def _card(self, name: str) -> Json:
-        parent = "" if name == self._name else self._name
-        return model_line(name, self._made, weight_bytes(self._engine), self._family, parent)
-
-
-def model_line(name: str, made: str, size: int, family: str, parent: str = "") -> Json:
-    """A model as lists have it: when it was made, its bytes, the type of its config, and of an adapter its model."""
-    details = {"parent_model": parent, "format": "", "family": family, "families": [family], "parameter_size": "",
-               "quantization_level": ""}
-    return {"name": name, "model": name, "modified_at": made, "digest": "", "size": size, "details": details}
+        return model_line(name, self._made, weight_bytes(self._engine), self._facts, self._parent(name))

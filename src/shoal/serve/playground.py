@@ -70,9 +70,9 @@ class Playground:
         Raises:
             ApiError: 400 or 403 if a request with this method would be refused, 404 for another model.
         """
-        most, served = self._settings.max_tokens, self._settings.model_name
-        if body.model not in (None, served):
-            raise no_model(str(body.model)[:200], served)
+        most, served = self._settings.max_tokens, self._settings.names
+        if body.model not in (None, *served):
+            raise no_model(str(body.model)[:200], *served)
         if body.max_tokens > most:
             raise refused("max_tokens", f"max_tokens is {body.max_tokens}; this server allows up to {most}")
         method = policy.choose(body.method, body.method_args, self._settings)

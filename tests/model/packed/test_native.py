@@ -215,6 +215,37 @@ def test_a_failed_build_is_a_reason_not_an_error(monkeypatch: pytest.MonkeyPatch
     assert loaded is None and "compiler" in reason
 
 
+def test_a_compile_is_told_once_as_it_begins(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    compiler = tmp_path / "gcc"
+    compiler.write_text("""#!/bin/sh
+[ "$1" = --version ] && exec echo fake
+while [ "$1" != -o ]; do shift; done
+echo "the compiler speaks"
+: > "$2"
+""")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    begun, own = list[str](), build._compile
+    monkeypatch.setattr(build, "_compile", lambda *given: (begun.append(told()), own(*given)))
+
+    def told() -> str:
+        out, error = capfd.readouterr()
+        assert out == "", "stdout is for answers"
+        return str(error)
+
+    library = build.build("avx2")
+    assert library.is_file() and told() == ""
+    assert [line.count("\n") for line in begun] == [1] and "(avx2): about half a minute" in begun[0]
+    assert build.build("avx2") == library and told() == "", "what is kept is not compiled"
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(build.BuildError, match="no C compiler"):
+        build.build("avx2")
+    assert told() == ""
+
+
 FULL = "fpu avx2 fma bmi2 avx512f avx512bw avx512vl avx512dq avx512_vnni avx512_bf16 avx512_vbmi2"
 UNITS = f"{FULL} amx_bf16 amx_tile amx_int8"
 

@@ -17,6 +17,7 @@ from shoal.engine.loading.load import engine_for
 from shoal.engine.memory.memory_limit import MemoryLimit
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.errors import OutOfMemory
+from shoal.serve.facts import ModelFacts
 from shoal.serve.router.budget import MemoryBudget
 from shoal.serve.router.listing import Listed
 from shoal.serve.router.loading import Making, ModelInMemory, ModelLoader
@@ -24,6 +25,10 @@ from shoal.serve.router.shelf import Shelf
 from shoal.serve.settings import Settings
 
 MIB = 1 << 20
+
+
+def no_facts(one: Listed) -> ModelFacts:
+    raise AssertionError(f"the facts of {one.name} are asked for")
 
 
 def test_models_fit_by_all_that_they_may_take() -> None:
@@ -51,7 +56,7 @@ def test_a_model_starts_though_others_take_memory_as_it_does() -> None:
         given.extend([left, kv + prefixes])
         return Scheduler(found, kv_bytes=kv, prefix_bytes=prefixes)
 
-    making = Making(lambda one: 1, lambda one: engine, scheduler)
+    making = Making(lambda one: 1, no_facts, lambda one: engine, scheduler)
     held = ModelLoader(Settings(), making, MemoryBudget(limit)).load(Listed("a", "a"))
     held._kv = 1 << 50  # more than there is
     held.start()
@@ -69,7 +74,7 @@ def test_an_unloaded_model_gives_back_its_memory_and_its_files(
     def scheduler(engine: Engine, kv: int | None, prefixes: int | None) -> Scheduler:
         return Scheduler(engine, kv_bytes=kv, prefix_bytes=prefixes)
 
-    making = Making(lambda one: Path(file).stat().st_size, lambda one: load(file, memory=limit), scheduler)
+    making = Making(lambda one: Path(file).stat().st_size, no_facts, lambda one: load(file, memory=limit), scheduler)
     loader = ModelLoader(Settings(), making, MemoryBudget(limit))
     shelf = Shelf([Listed("a", file)], loader)
 
@@ -100,7 +105,7 @@ def test_an_unloaded_model_gives_back_its_memory_and_its_files(
 def test_a_models_size_is_read_again_only_when_its_file_has_changed(tmp_path: Path) -> None:
     file, sizes = tmp_path / "a.gguf", iter([0, 10, 20])
     file.write_bytes(b"1")
-    making = Making(lambda _: next(sizes), lambda _: pytest.fail("loads"), lambda *_: pytest.fail("decodes"))
+    making = Making(lambda _: next(sizes), no_facts, lambda _: pytest.fail("loads"), lambda *_: pytest.fail("decodes"))
     loader, one = ModelLoader(Settings(), making, MemoryBudget(None)), Listed("a", str(file))
     assert [loader.least(one) for _ in range(3)] == [0, 10, 10], "what is unknown is asked for again"
     file.write_bytes(b"12")

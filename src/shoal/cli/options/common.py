@@ -17,7 +17,7 @@ from shoal.errors import Unsupported
 from shoal.methods.common.combined import Combined
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from shoal.engine.constraints.constraint import Constraint
     from shoal.engine.constraints.monitor import Monitor
@@ -62,12 +62,13 @@ def add_adapter(group: argparse._ArgumentGroup, *, several: bool = False) -> Non
     """`--lora`, for one adapter or for several."""
     use = "models of their own for clients; repeatable" if several else "which runs beside the model"
     group.set_defaults(names_adapters=several)
-    group.add_argument("--lora", metavar="[NAME=]PATH[:SCALE]", action="append", default=[], type=_adapter,
+    group.add_argument("--lora", metavar="[NAME=]PATH[:SCALE]", action="append", default=[], type=adapter,
                        help=f"LoRA adapter: peft's folder or llama.cpp's GGUF file, {use}; SCALE as in llama.cpp's "
                             "--lora-scaled")
 
 
-def _adapter(word: str) -> AdapterWish:
+def adapter(word: str) -> AdapterWish:
+    """The adapter that `[NAME=]PATH[:SCALE]` names."""
     from shoal.engine.loading.adapters import AdapterWish
 
     try:
@@ -272,7 +273,7 @@ def load_engine(
 
 def _add_adapters(engine: Engine, args: argparse.Namespace) -> None:
     """Load the adapters; where requests cannot name one, the one that there is serves all."""
-    wishes: list[AdapterWish] = getattr(args, "lora", [])
+    wishes: Sequence[AdapterWish] = getattr(args, "lora", ())
     if len(wishes) > 1 and not args.names_adapters:
         raise ValueError(f"--lora is given {len(wishes)} times; this command runs one. `shoal serve` runs several")
     for wish in wishes:

@@ -16,13 +16,16 @@ if TYPE_CHECKING:
     import socket
 
     from shoal.engine.engine import Engine
+    from shoal.engine.loading.adapters import AdapterWish
+    from shoal.engine.loading.checkpoint import Checkpoint
     from shoal.engine.scheduling.scheduler import Scheduler
     from shoal.methods.base import Method
     from shoal.serve.router.listing import Listed
-    from shoal.serve.router.loading import Making
+    from shoal.serve.router.loading import Making, ModelLoader
+    from shoal.serve.router.shelf import Shelf
     from shoal.serve.settings import Settings
 
-_ASK = ("models", "alias", "method_for", "models_max", "keep_alive", "allow_pull")
+_ASK = ("models", "alias", "method_for", "lora_for", "models_max", "keep_alive", "allow_pull")
 """Options that ask for such a server, even with one model."""
 
 
@@ -35,6 +38,9 @@ def add_models(parser: Parser) -> None:
                        help="another name of a model of the list, or a further model under that name; repeatable")
     group.add_argument("--method-for", metavar="NAME=METHOD", type=_pair, action="append", default=[],
                        help="the method of one model, such as big=draft_model:model=small; repeatable")
+    group.add_argument("--lora-for", metavar="MODEL=[NAME=]PATH[:SCALE]", type=_adapter_of, action="append",
+                       default=[], help="a LoRA adapter of one model; --lora finds the model itself where the adapter "
+                       "fits one alone; repeatable")
     group.add_argument("--keep-alive", metavar="T", help="how long a model stays in memory after its last request, "
                        "such as 90, 5m or 1h; -1 for as long as there is room; by default 5m")
     group.add_argument("--models-max", metavar="N", type=int, default=0, help="most models in memory; by default as "
@@ -50,6 +56,11 @@ def _pair(word: str) -> tuple[str, str]:
     if not name.strip() or not value.strip():
         raise argparse.ArgumentTypeError(f"{word!r} is no NAME=VALUE")
     return name.strip(), value.strip()
+
+
+def _adapter_of(word: str) -> tuple[str, AdapterWish]:
+    model, adapter = _pair(word)
+    return model, common.adapter(adapter)
 
 
 def asks_for_several(args: argparse.Namespace) -> bool:
@@ -74,8 +85,6 @@ def check(args: argparse.Namespace) -> list[Listed]:
         raise ValueError("--served-model-name is for one model; with several, give --alias NAME=MODEL")
     if args.replicas > 1:
         raise ValueError(f"--replicas is {args.replicas} with several models; start a server for each, or leave it out")
-    if args.lora:
-        raise ValueError("--lora is for one model; start a server for the model that the adapters belong to")
     seconds_of(args.keep_alive or 0, "--keep-alive")
     methods: dict[str, Method] = {}
     for name, word in args.method_for:
@@ -88,14 +97,28 @@ def check(args: argparse.Namespace) -> list[Listed]:
 def serve(args: argparse.Namespace, settings: Settings, models: list[Listed], listener: socket.socket) -> None:
     """Serve the models until SIGINT or SIGTERM."""
     from shoal.serve.router.app import create_router
-    from shoal.serve.router.budget import MemoryBudget
-    from shoal.serve.router.keeping import seconds_of
-    from shoal.serve.router.loading import ModelLoader
-    from shoal.serve.router.shelf import Shelf
     from shoal.serve.run import serve as run
     from shoal.serve.run import server_of
 
     map_large_blocks()
+    shelf, loader = opened(args, settings, models)
+    app = create_router(shelf, loader, settings, args.allow_pull)
+    names = ", ".join(one.name for one in models[:5]) + (f" and {len(models) - 5} more" if len(models) > 5 else "")
+    run(server_of(app, settings), settings, listener, names, lambda: loader.schedulers)
+
+
+def opened(args: argparse.Namespace, settings: Settings, models: list[Listed]) -> tuple[Shelf, ModelLoader]:
+    """The shelf of the models, and what loads them; those that are named one by one are fetched if they are not here.
+
+    Raises:
+        ValueError: one cannot be fetched, or does not fit into the memory; an adapter belongs to none of them.
+    """
+    from shoal.serve.router.adapters import assigned
+    from shoal.serve.router.budget import MemoryBudget
+    from shoal.serve.router.keeping import seconds_of
+    from shoal.serve.router.loading import ModelLoader
+    from shoal.serve.router.shelf import Shelf
+
     budget = MemoryBudget(common.memory_limit(args))
     making = _making(args)
     loader = ModelLoader(settings, making, budget)
@@ -103,22 +126,26 @@ def serve(args: argparse.Namespace, settings: Settings, models: list[Listed], li
     for one in named:
         bring.ready(one.source, args.revision, yes=args.yes)
         loader.check(one, making.size(one))
+    wishes = [*((None, wish) for wish in args.lora), *args.lora_for]
+    models = assigned(models, wishes, lambda one: _files(one, args))
     keep = 300.0 if args.keep_alive is None else seconds_of(args.keep_alive)
     shelf = Shelf(models, loader, keep=keep, patience=args.load_timeout, most=args.models_max,
                   most_waiting=args.max_waiting)
-    app = create_router(shelf, loader, settings, args.allow_pull)
-    names = ", ".join(one.name for one in models[:5]) + (f" and {len(models) - 5} more" if len(models) > 5 else "")
-    run(server_of(app, settings), settings, listener, names, lambda: loader.schedulers)
+    return shelf, loader
 
 
 def _making(args: argparse.Namespace) -> Making:
+    from shoal.serve.facts import ModelFacts
     from shoal.serve.router.loading import Making
 
+    def facts(one: Listed) -> ModelFacts:
+        return ModelFacts.of_files(_files(one, args))
+
     def engine(one: Listed) -> Engine:
-        if bring.absent(one.source, args.revision) is not None:
-            raise Unsupported(f"the model {one.source!r}", catalog.ABSENT, f"Fetch it with: shoal pull {one.source}")
+        _check_here(one, args)
         method = args.method if one.method is None else one.method
-        own = argparse.Namespace(**{**vars(args), "model": one.source, "method": method, "yes": False})
+        own = argparse.Namespace(**{**vars(args), "model": one.source, "method": method, "yes": False,
+                                    "lora": one.adapters})
         found = common.load_engine(own, chats=True)
         check_branches(args, found, method)
         return found
@@ -130,7 +157,20 @@ def _making(args: argparse.Namespace) -> Making:
     total = None
     if args.kv_gib is not None:
         total = int((args.kv_gib + (args.kv_gib / 4 if args.prefix_gib is None else args.prefix_gib)) * 2**30)
-    return Making(lambda one: _size(one, args), engine, scheduler, total, args.max_seqs)
+    return Making(lambda one: _size(one, args), facts, engine, scheduler, total, args.max_seqs)
+
+
+def _check_here(one: Listed, args: argparse.Namespace) -> None:
+    if bring.absent(one.source, args.revision) is not None:
+        raise Unsupported(f"the model {one.source!r}", catalog.ABSENT, f"Fetch it with: shoal pull {one.source}")
+
+
+def _files(one: Listed, args: argparse.Namespace) -> Checkpoint:
+    """The files of a model on this machine."""
+    from shoal.engine.loading.checkpoint import Checkpoint
+
+    _check_here(one, args)
+    return Checkpoint(catalog.find(one.source), args.revision, args.trust_remote_code)
 
 
 def check_branches(args: argparse.Namespace, engine: Engine, method: Method) -> None:

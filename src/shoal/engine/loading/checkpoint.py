@@ -13,17 +13,19 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from shoal.engine.loading.form import FileForm, of_tensors
 from shoal.engine.loading.generation_config import DRAWING, of_file, recommended
-from shoal.engine.loading.gguf_checkpoint import GgufCheckpoint, is_gguf
+from shoal.engine.loading.gguf_checkpoint import GgufCheckpoint, Spoken, is_gguf, spoken_by
 from shoal.errors import LAB_INSTALL, Unsupported, told_by_transformers
 from shoal.hub.names import entry_of
 from shoal.hub.places import find
 from shoal.model.config import WIDTHS, check_sizes
 from shoal.model.gguf.splits import only_model
+from shoal.model.lora.adapter import Place, place_in_layers
 from shoal.model.modules import check_loading_info, check_quantised, class_of, loaded, quantised_by
 from shoal.model.mtp import MtpLayer, mtp_of
 from shoal.model.packed.shape import shape_of
-from shoal.model.packed.source import FileSource, Source, has_safetensors
+from shoal.model.packed.source import BY_COLUMNS, FileSource, Source, has_safetensors
 from shoal.model.packed.weights import check_names
 from shoal.model.sambay import OWN_CONFIGS
 from shoal.model.transform import Transform
@@ -187,6 +189,31 @@ class Checkpoint:
             return self._gguf.ends()
         parts = [self._config_json, *(part for part in self._config_json.values() if isinstance(part, dict))]
         return {"written": any(part.get("eos_token_id") is not None for part in parts)}
+
+    def form(self) -> FileForm:
+        """How its weights lie in its files."""
+        if self._gguf is not None:
+            return self._gguf.form()
+        folder = self._folder()
+        return of_tensors(FileSource(folder), quantised_by(self.config())) if has_safetensors(folder) else FileForm()
+
+    def sizes(self) -> dict[Place, tuple[int, int]]:
+        """Rows and columns of the matrices of layers, by the names of the files; empty where they say none."""
+        if self._gguf is not None:
+            return self._gguf.sizes()
+        folder = self._folder()
+        outlines = FileSource(folder).outlines() if has_safetensors(folder) else {}
+        turned, found = BY_COLUMNS.get(self._model_type, ()), dict[Place, tuple[int, int]]()
+        for name, (_, shape) in outlines.items():
+            place = place_in_layers(name.removesuffix(".weight"))
+            if place is not None and len(shape) == 2:
+                rows, columns = shape[::-1] if name.endswith(turned) else shape
+                found[place] = rows, columns
+        return found
+
+    def spoken(self) -> Spoken:
+        """What it says of text."""
+        return spoken_by(self.tokenizer()) if self._gguf is None else self._gguf.spoken()
 
     def model(self, dtype: Any, **options: Any) -> Any:
         """The model with its own modules; `options` are those of `from_pretrained`."""

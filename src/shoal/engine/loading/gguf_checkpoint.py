@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
 from itertools import chain
@@ -17,12 +18,14 @@ from typing import Any
 
 import torch
 
+from shoal.engine.loading.form import FileForm, of_header
 from shoal.errors import Unsupported
 from shoal.model.gguf.file import GgufFile
 from shoal.model.gguf.header import Header, read_said
 from shoal.model.gguf.metadata import Metadata, vocabulary_of
-from shoal.model.gguf.source import ASIDE, GgufSource
+from shoal.model.gguf.source import ASIDE, GgufSource, matrix_sizes
 from shoal.model.gguf.splits import further_beside
+from shoal.model.lora.adapter import Place
 from shoal.model.modules import check_loading_info, expected, loaded, refuse
 
 _MAGIC = b"GGUF"
@@ -42,6 +45,21 @@ def _same(header: Header) -> tuple[str, ...]:
     return "general.architecture", *(f"{kind}.{name}" for name in ("embedding_length", "attention.head_count"))
 
 
+@dataclass(frozen=True)
+class Spoken:
+    """What a checkpoint says of text.
+
+    Attributes:
+        template: of chats; None without one.
+        tokens: all of its tokens.
+        tokenizer: where one was made to know that; a GGUF file's ends are among its `GgufCheckpoint.ends`.
+    """
+
+    template: str | None = None
+    tokens: Collection[str] = ()
+    tokenizer: Any = None
+
+
 class GgufCheckpoint:
     """Config, weights, tokenizer and modules of one file. Nothing is read before it is needed."""
 
@@ -59,6 +77,23 @@ class GgufCheckpoint:
     def weights(self) -> GgufSource | None:
         """The weights by transformers' names, or None where only transformers reads the file."""
         return None if self._own is None else GgufSource(*self._own)
+
+    def form(self) -> FileForm:
+        """How its weights lie in it."""
+        if self._own is not None:
+            return of_header(self._own[0].header)
+        return FileForm("gguf") if self._said is None else of_header(*self._said)
+
+    def sizes(self) -> dict[Place, tuple[int, int]]:
+        """Rows and columns of the matrices of layers; empty where only transformers reads the file."""
+        return {} if self._own is None else matrix_sizes(self._own[0])
+
+    def spoken(self) -> Spoken:
+        """What it says of text, without a tokenizer made of it where Shoal reads the file."""
+        if self._own is None:
+            return spoken_by(self.tokenizer())
+        vocabulary = vocabulary_of(self._own[0].header)
+        return Spoken() if vocabulary is None else Spoken(vocabulary.chat_template, {*vocabulary.tokens})
 
     def beside(self) -> GgufSource | None:
         """The weights of a file of the same folder that has this model's layer for further tokens; None without one."""
@@ -145,6 +180,13 @@ class GgufCheckpoint:
                 why = f"{self._reason.why}, and transformers may, but not without {' and '.join(lacking)}"
                 remedy = "Install the extra: pip install 'shoal[gguf]'"
             raise Unsupported(self._reason.what, why, remedy) from error
+
+
+def spoken_by(tokenizer: Any) -> Spoken:
+    """What a tokenizer says of text; nothing for none."""
+    if tokenizer is None:
+        return Spoken()
+    return Spoken(getattr(tokenizer, "chat_template", None), tokenizer.get_vocab(), tokenizer)
 
 
 def is_gguf(path: Path) -> bool:

@@ -163,11 +163,11 @@ def _engine(
                   generation_rules=generation_settings(generation))
     made.sampling, made.masked = recommended(generation), masked_of(config)
     made.sampling_from = "files" if made.sampling else ""
-    made.parallel = parallel_token(config)
+    made.parallel, made.family = parallel_token(config), str(config.model_type)
     if files is not None:
         made.sampling, made.sampling_from = files.sampling(generation)
         made.changed, made.changes = files.changed, files.changes
-        made.mtp = files.mtp
+        made.mtp, made.form = files.mtp, files.form
     return made
 
 

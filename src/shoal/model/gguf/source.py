@@ -37,6 +37,7 @@ _PRE_NORMS = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_n
 _BEHIND = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
 _SANDWICH = {"input_layernorm": "attn_norm", "pre_feedforward_layernorm": "ffn_norm", **_BEHIND}
 _LAYER = re.compile(r"(?:(?:model|backbone|gpt_neox)\.layers|transformer\.(?:h|blocks))\.(\d+)\.(.+)")
+_BLOCK = re.compile(r"blk\.(\d+)\.(.+)\.weight")
 ASIDE = re.compile(r"(^|\.)rope_(freqs|factors_long|factors_short)\.weight$")
 """Tensors that only the rotary embedding reads."""
 _STACKED = re.compile(r"(.+\.layers\.\d+\.)((?:.+\.)?experts\.)(gate_up_proj|up_proj|down_proj)")
@@ -71,6 +72,16 @@ def matrix_names(family: Family) -> dict[str, str]:
     """The names of matrices below a layer, in GGUF files, with those of transformers' modules."""
     own = {place.removesuffix(".weight"): name.removesuffix(".weight") for name, place in family.layer.items()}
     return {place: part for part, place in _parts(family).items()} | own
+
+
+def matrix_sizes(file: GgufFile) -> dict[tuple[int, str], tuple[int, int]]:
+    """Rows and columns of the matrices of layers, by the layer and the name below it in transformers."""
+    names, found = matrix_names(family_of(Metadata(file.header))), dict[tuple[int, str], tuple[int, int]]()
+    for name, info in file.header.tensors.items():
+        place = _BLOCK.fullmatch(name)
+        if place is not None and place[2] in names and len(info.shape) == 2:
+            found[int(place[1]), names[place[2]]] = info.shape[0], info.shape[1]
+    return found
 
 
 def _parts(family: Family) -> dict[str, str]:

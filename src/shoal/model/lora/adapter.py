@@ -52,11 +52,13 @@ class Adapter:
         path: where it was read, for messages.
         parts: by place.
         turned: places of q and k whose rows pair neighbours of a head, as some GGUF files have them, and not halves.
+        families: types of configs of the models that it may be for; empty where its files do not say.
     """
 
     path: str
     parts: Mapping[Place, Factors]
     turned: frozenset[Place] = frozenset()
+    families: frozenset[str] = frozenset()
 
     @property
     def nbytes(self) -> int:
@@ -66,6 +68,11 @@ class Adapter:
 
 class FittedAdapter:
     """An adapter as a runner applies it, to the sequences of a cache that name it."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes in memory."""
+        return 0
 
 
 class Fitting:
@@ -113,11 +120,17 @@ class Fitting:
 
 def place_of(name: str, path: str) -> Place:
     """The place of a matrix by its name in transformers; Unsupported where it is in no decoder layer."""
-    found = _LAYER.fullmatch(name)
+    found = place_in_layers(name)
     if found is None:
         raise Unsupported(f"the adapter {path!r}, which changes {name!r}", "that is in no layer of the decoder",
                           "Merge it into the model")
-    return int(found[1]), found[2]
+    return found
+
+
+def place_in_layers(name: str) -> Place | None:
+    """The same, None where it is in no decoder layer."""
+    found = _LAYER.fullmatch(name)
+    return None if found is None else (int(found[1]), found[2])
 
 
 def factors_of(down: Tensor | None, up: Tensor | None, scale: float, name: str, path: str) -> Factors:

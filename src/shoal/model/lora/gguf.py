@@ -40,10 +40,11 @@ def read(path: Path, scale: float) -> Adapter:
         alpha = file.header.metadata.get("adapter.lora.alpha", 0.0)
         if not isinstance(alpha, int | float) or not 0 <= alpha < math.inf:
             raise ValueError(f"the adapter {name!r} has adapter.lora.alpha {alpha!r}; it must be a number >= 0")
-        family = FAMILIES.get(metadata.architecture) or MIXTURES.get(metadata.architecture)
-        if family is None:
+        known = [one[metadata.architecture] for one in (FAMILIES, MIXTURES) if metadata.architecture in one]
+        if not known:
             raise Unsupported(f"an adapter of architecture {metadata.architecture!r}", "Shoal does not know it",
                               "Give it as peft's folder")
+        family = known[0]
         names, alone = matrix_names(family), float(alpha)
         pairs, turned, parts = dict[Place, dict[str, Tensor]](), set[Place](), dict[Place, Factors]()
         for tensor in file.header.tensors:
@@ -62,4 +63,4 @@ def read(path: Path, scale: float) -> Adapter:
             parts[place] = factors_of(pair.get("a"), pair.get("b"), factor, f"{place[1]} of layer {place[0]}", name)
         if not parts:
             raise ValueError(f"the adapter {name!r} has no tensors. Convert it again")
-        return Adapter(name, parts, frozenset(turned))
+        return Adapter(name, parts, frozenset(turned), frozenset(one.model_type for one in known))

@@ -23,6 +23,11 @@ class ModuleAdapter(FittedAdapter):
 
     parts: Mapping[Place, Factors]
 
+    @property
+    @override
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts.values())
+
 
 @dataclass(eq=False)
 class TokensAtWork:

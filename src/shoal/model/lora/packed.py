@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from shoal.model.lora.adapter import Factors, FittedAdapter, Fitting, Place
 from shoal.model.packed.order import in_order
@@ -30,6 +31,11 @@ class PackedAdapter(FittedAdapter):
     """What an adapter adds, per layer and site; a site's rows of A are those of its parts, one above the other."""
 
     layers: Sequence[Mapping[Site, Factors]]
+
+    @property
+    @override
+    def nbytes(self) -> int:
+        return sum(part.nbytes for layer in self.layers for part in layer.values())
 
 
 def fitted(fitting: Fitting, shape: Shape) -> PackedAdapter:

@@ -125,13 +125,18 @@ class FileSource(Source):
     def names(self) -> list[str]:
         return sorted(self._files)
 
-    def types(self) -> dict[str, str]:
-        """The types of all tensors as safetensors calls them, such as "BF16"."""
-        found: dict[str, str] = {}
+    def outlines(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """The types of all tensors as safetensors calls them, such as "BF16", and their shapes."""
+        found: dict[str, tuple[str, tuple[int, ...]]] = {}
         for path in sorted(set(self._files.values())):
             with _opened(path) as file:
-                found.update({name: file.get_slice(name).get_dtype() for name in file.keys()})  # noqa: SIM118
+                parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+                found.update({name: (one.get_dtype(), tuple(one.get_shape())) for name, one in parts.items()})
         return found
+
+    def types(self) -> dict[str, str]:
+        """The types of all tensors."""
+        return {name: kind for name, (kind, _) in self.outlines().items()}
 
     @override
     def has(self, name: str) -> bool:

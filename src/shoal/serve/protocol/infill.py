@@ -6,7 +6,7 @@ learned it (arXiv 2409.12186). Which tokens there are follows llama.cpp's `src/l
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from typing_extensions import override
@@ -49,7 +49,7 @@ class InfillBody(CompletionBody):
             raise refused("n", "/infill gives one answer, without echo and log-probabilities; ask /v1/completions")
 
 
-def marks_in(known: Mapping[str, int]) -> tuple[str, str, str] | None:
+def marks_in(known: Collection[str]) -> tuple[str, str, str] | None:
     """The tokens of a vocabulary before prefix, suffix and middle; None if it has none."""
     return next((marks for marks in _MARKS if all(mark in known for mark in marks)), None)
 

@@ -12,14 +12,13 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from shoal import __version__
 from shoal.decode.text.pieces import TokenBytes
 from shoal.engine import request
-from shoal.engine.loading.generation_config import filled
 from shoal.engine.messages import BadMessage, plain
 from shoal.engine.request import prompt_ids
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.serve.errors import ApiError, no_model, refused
+from shoal.serve.facts import ModelFacts
 from shoal.serve.protocol.bodies import ChatBody, Checked, read, validated
 from shoal.serve.protocol.fields import named
 from shoal.serve.settings import Settings
@@ -150,16 +149,10 @@ class TokenRoutes:
 
     def props(self) -> dict[str, Any]:
         """The model, the server's defaults, and what is known about the model's layers."""
-        engine, card = self._engine, self._engine.card
+        card = self._engine.card
         return {
-            "model_alias": self._settings.model_name, "build_info": f"shoal {__version__}",
-            "total_slots": self._scheduler.max_seqs, "chat_template": getattr(self._tokenizer, "chat_template", None),
-            "modalities": {"vision": False, "audio": False},
-            "default_generation_settings": {"n_ctx": engine.runner.max_positions,
-                                            "params": filled({}, engine.sampling),
-                                            "params_from": engine.sampling_from or "default"},
-            "num_layers": engine.runner.num_layers, "vocab_size": engine.runner.vocab_size,
-            "eos_token_ids": sorted(engine.eos_token_ids), "changes": engine.changes,
+            **ModelFacts.of_engine(self._engine).props(self._settings.model_name),
+            "total_slots": self._scheduler.max_seqs,
             "card": {"layer_scores": {kind: list(found) for kind, found in card.layer_scores.items()},
                      "order": card.order, "bears": card.bears, "skips": card.skips, "origin": card.origin},
         }

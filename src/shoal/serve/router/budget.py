@@ -73,10 +73,15 @@ class MemoryBudget:
         assert self.limit is not None
         runner = engine.runner
         second = engine.recipe(method, 1).second_runner
-        own = weight_bytes(engine) + (second.weights.nbytes if isinstance(second, PackedRunner) else 0)
+        own = held_bytes(engine) + (second.weights.nbytes if isinstance(second, PackedRunner) else 0)
         own += work_bytes(engine, chunk, runner.max_positions or chunk)
         self.check(f"the model {engine.model_name!r}", own)
         positions = min(POSITIONS, runner.max_positions or POSITIONS)
         wanted = max_seqs * (positions * sum(runner.position_bytes)
                              + (STATES + _MARKS) * sum(runner.state_bytes.values()))
         return own, max(1, min(wanted * 5 // 4, (self.limit.usable - self.base - own) // _SHARE))
+
+
+def held_bytes(engine: Engine) -> int:
+    """Bytes of a model's weights and adapters in memory."""
+    return weight_bytes(engine) + sum(one.nbytes for one in engine.adapters.values())

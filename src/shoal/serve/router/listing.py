@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from shoal.engine.loading.adapters import AdapterWish
 from shoal.hub.choose import models_of
 
 _LATEST, _GGUF = ":latest", ".gguf"
@@ -21,12 +22,31 @@ class Listed:
         source: what `shoal.load` takes; None for the default model.
         aliases: further names.
         method: how requests that name no method are decoded; None for as the server says.
+        adapters: what runs beside it for requests that name it.
     """
 
     name: str
     source: str | None
     aliases: tuple[str, ...] = ()
     method: Any = None
+    adapters: tuple[AdapterWish, ...] = ()
+
+    @property
+    def served(self) -> tuple[str, ...]:
+        """Its name, and those of its adapters: what lists show."""
+        return (self.name, *(one.name for one in self.adapters))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names that mean it or one of its adapters."""
+        return (*self.served, *self.aliases)
+
+    def called(self, asked: str | None) -> str:
+        """What a request by one of these names means: the name of an adapter, or its own."""
+        meant = self.name if asked is None else next(
+            (name for like in (asked, _short(asked)) for name in self.names if name == like),
+            next((name for name in self.names if name.startswith(f"{asked}:")), self.name))
+        return meant if meant in self.served else self.name
 
 
 def listed(
@@ -55,7 +75,7 @@ def listed(
             found[place] = replace(found[place], aliases=(*found[place].aliases, alias))
     _check_names(found)
     for name, method in (methods or {}).items():
-        place = next((at for at, one in enumerate(found) if name in (one.name, *one.aliases)), None)
+        place = next((at for at, one in enumerate(found) if name in one.names), None)
         if place is None:
             raise ValueError(f"--method-for {name}: there is no such model; there are {_names(found)}")
         found[place] = replace(found[place], method=method)
@@ -105,7 +125,7 @@ def _files(folder: Path) -> list[str]:
 def _check_names(found: Sequence[Listed]) -> None:
     owners: dict[str, Listed] = {}
     for one in found:
-        for name in (one.name, *one.aliases):
+        for name in one.names:
             if not name.strip():
                 raise ValueError("a model's name is empty; give --alias NAME=MODEL")
             other = owners.setdefault(name, one)
@@ -119,21 +139,26 @@ def match(asked: str, found: Sequence[Listed]) -> Listed | list[Listed]:
 
     Beside names and aliases it may end in `:latest` or `.gguf`, or be the part of one name before its colon.
     """
-    short = asked.removesuffix(_LATEST)
-    short = short[: -len(_GGUF)] if short.lower().endswith(_GGUF) else short
-    for name in (asked, short):
+    for name in (asked, _short(asked)):
         for one in found:
-            if name in (one.name, *one.aliases):
+            if name in one.names:
                 return one
-    like = [one for one in found if any(name.startswith(f"{asked}:") for name in (one.name, *one.aliases))]
+    like = [one for one in found if any(name.startswith(f"{asked}:") for name in one.names)]
     return like[0] if len(like) == 1 else like
 
 
+def _short(asked: str) -> str:
+    asked = asked.removesuffix(_LATEST)
+    return asked[: -len(_GGUF)] if asked.lower().endswith(_GGUF) else asked
+
+
 def stamp(listed: Listed) -> Any:
-    """Tells a file that has changed; folders by what lies in them."""
-    if listed.source is None:
-        return None
-    path = Path(listed.source)
+    """Tells a file that has changed, a model's or an adapter's; folders by what lies in them."""
+    own = None if listed.source is None else _stamp(Path(listed.source))
+    return (own, *(_stamp(Path(one.path)) for one in listed.adapters)) if listed.adapters else own
+
+
+def _stamp(path: Path) -> Any:
     try:
         paths = sorted(path.iterdir()) if path.is_dir() else [path]
         return [(each.name, each.stat().st_mtime_ns, each.stat().st_size) for each in paths]
@@ -142,4 +167,4 @@ def stamp(listed: Listed) -> Any:
 
 
 def _names(found: Iterable[Listed]) -> str:
-    return ", ".join(name for one in found for name in (one.name, *one.aliases)) or "none"
+    return ", ".join(name for one in found for name in one.names) or "none"

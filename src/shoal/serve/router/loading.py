@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 from fastapi import Request, Response
 
 from shoal.engine.engine import Engine
-from shoal.engine.memory.footprint import standing, weight_bytes
+from shoal.engine.memory.footprint import standing
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.engine.scheduling.turns import FairTurns
 from shoal.methods import make
 from shoal.serve.app import LAST_TURN, ModelRoutes, ailment, model_routes
 from shoal.serve.errors import LOG
+from shoal.serve.facts import ModelFacts
 from shoal.serve.metrics import Metrics
-from shoal.serve.router.budget import MemoryBudget
+from shoal.serve.router.budget import MemoryBudget, held_bytes
 from shoal.serve.router.listing import Listed, stamp
 from shoal.serve.settings import Settings
 
+T = TypeVar("T")
 _CALM = 0.95
 """Part of what is left that a model takes, as others may take some before its scheduler looks again."""
 
@@ -31,6 +33,7 @@ class Making:
 
     Attributes:
         size: the least bytes that a model takes, by its files; 0 where that is unknown.
+        facts: what its files say of it; ValueError says why they cannot be read.
         engine: loads a model; ValueError says why that cannot be.
         scheduler: makes what decodes requests, with so many bytes for keys and values, and for those of earlier
             prompts; None leaves both to it.
@@ -39,6 +42,7 @@ class Making:
     """
 
     size: Callable[[Listed], int]
+    facts: Callable[[Listed], ModelFacts]
     engine: Callable[[Listed], Engine]
     scheduler: Callable[[Engine, int | None, int | None], Scheduler]
     kv: int | None = None
@@ -65,7 +69,7 @@ class ModelInMemory:
         self.engine, self._settings, self._making, self._all, self._made = engine, settings, making, metrics, made
         self.scheduler: Scheduler | None = None
         self._routes: ModelRoutes | None = None
-        self.own, self._kv = weight_bytes(engine), making.kv
+        self.own, self._kv = held_bytes(engine), making.kv
         if budget.limit is not None:
             self.own, share = budget.shares(engine, make(settings.method), making.max_seqs, making.chunk)
             self._kv = making.kv or share
@@ -94,6 +98,11 @@ class ModelInMemory:
         return await self._routes.answer(request)
 
     @property
+    def on_gpu(self) -> bool:
+        """Whether its weights lie on a GPU."""
+        return self.engine.runner.device.type != "cpu"
+
+    @property
     def ill(self) -> str | None:
         """What is wrong with it, in words; None if requests are worked on."""
         return None if self.scheduler is None else ailment(self.scheduler, self._settings)
@@ -115,16 +124,14 @@ class ModelLoader:
     Attributes:
         budget: the memory of all.
         metrics: of each model that was ever loaded, by name.
-        known: what loading has shown of each model, by name: positions that it reads at most, its type, its device.
     """
 
     def __init__(self, settings: Settings, making: Making, budget: MemoryBudget) -> None:
         self.budget, self._settings, self._making = budget, settings, making
         self._turns = FairTurns()
         self.metrics = dict[str, Metrics]()
-        self.known = dict[str, dict[str, Any]]()
         self._alone, self._made = True, WeakSet[Scheduler]()
-        self._sizes = dict[str, tuple[Any, int]]()
+        self._sizes, self._facts = dict[str, tuple[Any, int]](), dict[str, tuple[Any, ModelFacts]]()
 
     @property
     def schedulers(self) -> list[Scheduler]:
@@ -133,12 +140,15 @@ class ModelLoader:
 
     def least(self, listed: Listed) -> int:
         """The least that a model takes, by its files; 0 where that is unknown."""
-        now = stamp(listed)
-        before, size = self._sizes.get(listed.name, (None, 0))
-        if not size or before != now:  # lists of models ask often, and their files' headers are long
-            size = self._making.size(listed)
-            self._sizes[listed.name] = now, size
-        return size
+        return _read_once(self._sizes, listed, self._making.size)
+
+    def facts(self, listed: Listed) -> ModelFacts:
+        """What a model's files say of it; ValueError says why they cannot be read."""
+        return _read_once(self._facts, listed, self._making.facts)
+
+    def known(self, listed: Listed) -> ModelFacts | None:
+        """The same where it has been read before, or the model been loaded."""
+        return self._facts.get(listed.name, (None, None))[1]
 
     def check(self, listed: Listed, size: int) -> None:
         """OutOfMemory for a model of that size that would not fit alone."""
@@ -151,13 +161,11 @@ class ModelLoader:
     def load(self, listed: Listed) -> ModelInMemory:
         """Load a model; ValueError says why that cannot be."""
         method = self._settings.method if listed.method is None else listed.method
-        settings = replace(self._settings, model_name=listed.name, method=method)
-        engine = self._making.engine(listed)
+        adapters = tuple(one.name for one in listed.adapters)
+        settings = replace(self._settings, model_name=listed.name, adapters=adapters, method=method)
+        now, engine = stamp(listed), self._making.engine(listed)
         engine.share_turns(self._turns)
-        config = getattr(engine.model, "config", None)
-        self.known[listed.name] = {
-            "positions": engine.runner.max_positions, "family": str(getattr(config, "model_type", "unknown")),
-            "on_gpu": engine.runner.device.type != "cpu"}
+        self._facts[listed.name] = now, ModelFacts.of_engine(engine)
         held = ModelInMemory(engine, settings, self._making, self.budget, self.metrics, self._made)
         if self._alone:
             self.budget.base = max(self.budget.base, standing() - held.own)
@@ -169,3 +177,13 @@ class ModelLoader:
         self._alone = not held
         if not held:  # what is left belongs to none
             self.budget.base = now
+
+
+def _read_once(kept: dict[str, tuple[Any, T]], listed: Listed, read: Callable[[Listed], T]) -> T:
+    """What is read of a model's files, once for each state of them: clients ask often, and headers are long."""
+    now = stamp(listed)
+    before, found = kept.get(listed.name, (None, None))
+    if not found or before != now:
+        found = read(listed)
+        kept[listed.name] = now, found
+    return found

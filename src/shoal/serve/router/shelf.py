@@ -129,7 +129,7 @@ class Shelf:
 
     def add(self, listed: Listed) -> None:
         """Add a model, unless there is one of its name."""
-        if all(listed.name not in (one.listed.name, *one.listed.aliases) for one in self.models):
+        if all(listed.name not in one.listed.names for one in self.models):
             self.models.append(Shelved(listed, self._keep))
 
     def find(self, name: str | None) -> Shelved | None:
@@ -149,7 +149,7 @@ class Shelf:
         """The model of a name; ApiError 404 where there is none."""
         found = self.find(name)
         if found is None:
-            names = ", ".join(one.listed.name for one in self.models)
+            names = ", ".join(name for one in self.models for name in one.listed.served)
             raise ApiError(404, f"there is no model {name!r:.200} here; there are {names:.2000}", param="model",
                            code="model_not_found")
         return found
@@ -284,7 +284,7 @@ class Shelf:
             held = await self._loaded(one)
         except Exception as error:
             self._count("failures", one)
-            one.state, one.error, one.failed = "failed", _failure(one.listed, error), self.clock()
+            one.state, one.error, one.failed = "failed", failure(one.listed, error), self.clock()
             self._answer(one, one.error)
         else:
             self._count("loads", one)
@@ -365,7 +365,7 @@ class Shelf:
         self.counts[what][one.listed.name] = self.counts[what].get(one.listed.name, 0) + 1
 
 
-def _failure(listed: Listed, error: Exception) -> ApiError:
+def failure(listed: Listed, error: Exception) -> ApiError:
     """What clients are told of a load that failed; the log is told all."""
     told = isinstance(error, ValueError)
     LOG.error("%s could not be loaded: %s", listed.name, error, exc_info=None if told else error)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from typing_extensions import override
 
 from shoal.model.lora.adapter import Factors
 from shoal.model.lora.packed import SITES, PackedAdapter
@@ -35,6 +36,11 @@ class NativeAdapter(PackedAdapter):
         struct = AdapterStruct(table, max((one.rank for one, _ in parts), default=0))
         struct.memory = table, [memory for _, memory in parts]
         object.__setattr__(self, "struct", struct)
+
+    @property
+    @override
+    def nbytes(self) -> int:
+        return 2 * super().nbytes
 
 
 def put_adapters(struct: BatchStruct, adapters: Sequence[NativeAdapter | None]) -> None:

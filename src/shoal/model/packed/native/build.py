@@ -13,6 +13,7 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -52,13 +53,16 @@ class BuildError(Exception):
 def build(vectors: str) -> Path:
     """The library for a vector set, compiled if it is not cached; BuildError if there is no compiler, or it failed.
 
-    If the cache cannot be written, it is compiled for this process alone, at every start.
+    A line on stderr says that it is compiled, as the start waits for it. If the cache cannot be written, it is compiled
+    for this process alone, at every start.
     """
     compiler, runtime = _compiler(), openmp_runtime()
     kept = cache_folder() / _fingerprint(compiler, runtime, vectors) / "libshoal.so"
     if os.path.isfile(kept):
         return kept
     target = _writable(kept.parent) / kept.name
+    print(f"compiling the kernels for this processor ({vectors}): about half a minute on two cores", file=sys.stderr,
+          flush=True)
     _compile(compiler, vectors, "native", ["-Wl,--no-undefined", runtime or "-fopenmp"], target)
     return target
 
