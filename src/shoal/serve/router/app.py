@@ -205,7 +205,7 @@ def create_router(shelf: Shelf, loader: ModelLoader, settings: Settings, pulls: 
     app, router = base_app(settings, lifespan), Router(shelf, loader, settings)
     for path in shown(BODIES, settings):
         add_post(app, path, router.forward)
-    for path in shown({"/props": 0, "/playground/model": 0}, settings):
+    for path in shown(dict.fromkeys(("/props", "/playground/model", "/playground/tools")), settings):
         app.get(path)(router.look)
     for path in ("/v1/models", "/models"):
         app.get(path)(router.models)
