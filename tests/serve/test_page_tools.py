@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import signal
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from chat_page import ChatPage, axe, conversation
 from chat_tokenizer import chat_tokenizer
 from families import tiny
-from serving import MODEL, Routed, Running, routing, serving, wait
+from serving import MODEL, Routed, Running, routing, serve_process, serving, wait
+from shoal.cli import main
 from shoal.engine.loading.load import engine_for
 from shoal.integrations.mcp_servers import MOST, McpServers
-from tool_scripts import scripted, tool_server, written
+from tool_scripts import PATHS, SERVER, scripted, tool_server, written
 
 pytest.importorskip("mcp")
 ROME, OSLO = {"place": "Rome"}, {"place": "Oslo"}
@@ -158,6 +164,48 @@ def test_several_models_share_the_tools() -> None:
             assert len(get(server, f"tools?model={name}").json()["tools"]) == 5
             assert call(server, "clock", ROME, model=name).json()["content"] == NOON
         assert call(server, "clock", ROME, model="c").status_code == 404
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "servers.json"
+    entry = {"command": sys.executable, "args": [SERVER], "env": PATHS, "allow": ["fail"]}
+    path.write_text(json.dumps({"mcpServers": {"test": entry}}))
+    return str(path)
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    (["--no-playground"], "--mcp does not go with --no-playground"), (["--replicas", "2"], "go with --replicas"),
+    (["--host", "0.0.0.0"], "anybody here; give --api-key K, or listen on 127.0.0.1"),
+    (["--cors-origin", "*"], "anybody here"), (["--allowed-host", "*"], "anybody here"),
+])
+def test_tools_are_not_for_anybody(
+    options: list[str], said: str, config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SHOAL_API_KEY", raising=False)
+    argv = ["serve", "--model", "/nothing/there", "--mcp", config, *options]
+    assert main(argv) == 2 and said in capsys.readouterr().err
+    if "anybody" in said:
+        assert main([*argv, "--api-key", "k", "--port", "99999"]) == 2 and "99999" in capsys.readouterr().err
+    assert main(["serve", "--mcp-allow", "clock"]) == 2 and "give --mcp CONFIG.json too" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("several", [False, True])
+def test_the_command_starts_servers_and_ends_them(config: str, tiny_folder: str, several: bool) -> None:
+    models = ["--served-model-name", "", "--alias", f"t={tiny_folder}"] if several else ["--model", tiny_folder]
+    options = [*models, "--mcp", config, "--mcp-allow", "clock", "--mcp-allow", "none"]
+    with serve_process(*options, within=120) as (process, url, said):
+        tools = httpx.get(f"{url}/playground/tools", timeout=60).json()["tools"]
+        assert {one["name"] for one in tools if one["allowed"]} == {"clock", "fail"}
+        body = {"name": "clock", "arguments": ROME, "model": "t"}
+        answer = httpx.post(f"{url}/playground/call", json=body, timeout=60)
+        assert answer.json().get("content") == NOON, answer.text
+        assert "[--mcp-allow names 'none', which no server offers; there are: clock, hang" in "".join(said)
+        (child,) = [one for one in psutil.Process(process.pid).children() if SERVER in one.cmdline()]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) in (0, -signal.SIGTERM)
+        wait(lambda: not child.is_running())
 
 
 BROWSER = pytest.mark.browser
