@@ -13,55 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from families import tiny
-from serving import MODEL
 from shoal.cli import main
 from shoal.cli.console import calls
 from shoal.cli.console.lines import Lines
 from shoal.cli.options import common
 from shoal.engine.engine import Engine
-from shoal.engine.loading.load import engine_for
 from shoal.integrations.mcp_servers import MOST, McpServers
 from terminals import Terminal
+from tool_scripts import PATHS, SERVER, scripted, written
 from tool_tokenizer import tool_tokenizer
 
 pytest.importorskip("mcp")
-SERVER = str(Path(__file__).parent.parent / "mcp_server.py")
-PATHS = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 ROME, OSLO = {"place": "Rome"}, {"place": "Oslo"}
-
-
-def written(name: str, arguments: Any = None) -> str:
-    """A call as the template's model writes it."""
-    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments or {}})}</tool_call>"
-
-
-class Forced:
-    """A logits processor that makes an answer say a text and end."""
-
-    def __init__(self, ids: Sequence[int], start: int) -> None:
-        self._ids, self._start = ids, start
-
-    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        only = torch.full_like(scores, -1e9)
-        only[:, self._ids[min(ids.shape[1] - self._start, len(self._ids) - 1)]] = 0
-        return only
-
-
-def scripted(texts: Sequence[str], tagged: bool = True, context: int = 1 << 14) -> Engine:
-    """A model that answers with these texts, one after another."""
-    engine = engine_for(tiny("llama", layers=2, max_position_embeddings=context), tool_tokenizer(tagged), name=MODEL)
-    engine.eos_token_ids = frozenset({engine.tokenizer.eos_token_id})
-    left, end = iter(texts), next(iter(engine.eos_token_ids))
-
-    def script(tokens: Sequence[int], most: int, *_: Any) -> tuple[Forced, ...]:
-        ids = engine.tokenizer(next(left), add_special_tokens=False)["input_ids"]
-        return (Forced([*ids, end], len(tokens)),)
-
-    engine._generation_processors = script  # type: ignore[assignment]
-    return engine
 
 
 @pytest.fixture
@@ -247,7 +211,7 @@ import sys
 sys.path[:0] = {paths!r}
 from shoal.cli import main
 from shoal.cli.options import common
-from test_chat_tools import scripted, written
+from tool_scripts import scripted, written
 common.load_engine = lambda *_, **__: scripted([written("clock", {{"place": "Rome"}}), "Noon."])
 sys.exit(main(sys.argv[1:]))
 """
@@ -255,7 +219,7 @@ sys.exit(main(sys.argv[1:]))
 
 @pytest.fixture
 def program() -> Iterator[str]:
-    yield PROGRAM.format(paths=[str(Path(__file__).parent), *sys.path])
+    yield PROGRAM.format(paths=sys.path)
 
 
 @pytest.mark.slow

@@ -16,20 +16,14 @@ import pytest
 from serving import wait
 from shoal.integrations import mcp_servers
 from shoal.integrations.mcp_servers import MOST, CallFailed, McpServers, ServerConfig, bounded, configs_of, one_line
+from tool_scripts import PATHS, SERVER, tool_server
 
 pytest.importorskip("mcp")
-SERVER = str(Path(__file__).parent.parent / "mcp_server.py")
-PATHS = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-
-
-def server(name: str, *words: str, **more: Any) -> ServerConfig:
-    return ServerConfig(name, sys.executable, (SERVER, *words), PATHS, **more)
-
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[McpServers]:
     said: list[str] = []
-    servers = McpServers([server("test", allow=frozenset({"clock"}))], said.append)
+    servers = McpServers([tool_server("test", allow=frozenset({"clock"}))], said.append)
     assert said == []
     yield servers
     servers.close()
@@ -76,7 +70,7 @@ def test_arguments_that_are_no_object_are_refused(running: McpServers) -> None:
 
 
 def test_a_server_that_dies_is_gone_and_the_others_stay() -> None:
-    servers = McpServers([server("one"), server("two")], pytest.fail)
+    servers = McpServers([tool_server("one"), tool_server("two")], pytest.fail)
     try:
         assert {tool.name for tool in servers.tools} >= {"one__die", "two__clock"}
         dead = next(tool for tool in servers.tools if tool.name == "one__clock")
@@ -92,9 +86,9 @@ def test_a_server_that_dies_is_gone_and_the_others_stay() -> None:
 
 def test_servers_that_do_not_start_cost_a_line_each_and_leave_no_process() -> None:
     said: list[str] = []
-    gone = [server("broken", "broken"), ServerConfig("none", "/nowhere/at/all"),
+    gone = [tool_server("broken", "broken"), ServerConfig("none", "/nowhere/at/all"),
             ServerConfig("web", url="http://127.0.0.1:9/mcp")]
-    for configs, seconds in ((gone, 60.0), ([server("silent", "silent")], 1.5)):
+    for configs, seconds in ((gone, 60.0), ([tool_server("silent", "silent")], 1.5)):
         servers = McpServers(configs, said.append, starting=seconds)
         servers.close()
         assert servers.tools == []
@@ -110,7 +104,7 @@ def test_servers_that_do_not_start_cost_a_line_each_and_leave_no_process() -> No
 def test_too_many_tools_and_too_large_schemas_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mcp_servers, "_MOST_TOOLS", 2)
     said: list[str] = []
-    servers = McpServers([server("test")], said.append)
+    servers = McpServers([tool_server("test")], said.append)
     servers.close()
     assert [tool.name for tool in servers._tools] == ["clock", "hang"]
     assert said == [f"the tool {name!r} of the MCP server 'test' is left out: there are 2 already"

@@ -14,7 +14,7 @@ import signal
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.cli.console.files import attached, place
 from shoal.cli.console.lines import Lines
-from shoal.cli.options import bring, common
+from shoal.cli.options import bring, common, tool_servers
 from shoal.cli.options.parser import Parser
 from shoal.cli.terminal import add_color, held_back, printer_of, summary
 
@@ -72,11 +72,7 @@ def add_arguments(parser: Parser) -> None:
     common.add_adapter(common.add_model(parser))
     add_color(parser)
     parser.add_argument("--quiet", action="store_true", help="no line of figures, whatever --stats says")
-    tools = parser.add_argument_group("tools")
-    tools.add_argument("--mcp", metavar="CONFIG.json", type=Path, help="start the MCP servers of this file, whose "
-                       "tools the model may call; needs the extra mcp")
-    tools.add_argument("--mcp-allow", metavar="TOOL", action="append", default=[], help="call this tool without "
-                       "asking each time; repeatable")
+    tool_servers.add_arguments(parser)
     parser.show_usual("--model", "--system", "--method", "--max-new-tokens", "--temperature", "--seed", "--stats",
                       "--color", "--mcp", "--mcp-allow")
 
@@ -106,30 +102,15 @@ def once(args: argparse.Namespace, prompt: str) -> int:
 @contextmanager
 def _talking(args: argparse.Namespace, ask: Callable[[str], str]) -> Iterator[Talk]:
     """A conversation, with the tools of the servers that --mcp names while it lasts."""
-    if args.mcp is None and args.mcp_allow:
-        raise ValueError("--mcp-allow names tools of MCP servers; give --mcp CONFIG.json too")
-    with ExitStack() as opened:
-        configs = [] if args.mcp is None else _servers(args.mcp)
-        engine = common.load_engine(args, chats=True)
-        talk = Talk(args, engine)
-        if configs:
-            from shoal.cli.console.calls import ToolUse, say
-            from shoal.integrations.mcp_servers import McpServers
+    configs = tool_servers.configs(args)
+    engine = common.load_engine(args, chats=True)
+    talk = Talk(args, engine)
+    with tool_servers.running(args, configs) as servers:
+        if servers is not None:
+            from shoal.cli.console.calls import ToolUse
 
-            servers = McpServers(configs, say)
-            opened.callback(servers.close)
-            talk.use(ToolUse(servers, args.mcp_allow, ask))
+            talk.use(ToolUse(servers, ask))
         yield talk
-
-
-def _servers(path: Path) -> Sequence[Any]:
-    """The servers of a file, before minutes are spent on a model."""
-    from shoal.errors import needs
-    from shoal.integrations.mcp_servers import configs_of
-
-    with needs("mcp", "--mcp"):
-        import mcp  # noqa: F401
-    return configs_of(path)
 
 
 class Talk:

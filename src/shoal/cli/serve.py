@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli.options import bring, common, serving
+from shoal.cli.options import bring, common, serving, tool_servers
 from shoal.cli.options.parser import Parser
 from shoal.errors import needs
 
 if TYPE_CHECKING:
     from shoal.engine.scheduling.scheduler import Scheduler
+    from shoal.integrations.mcp_servers import ServerConfig
     from shoal.serve.settings import Settings
 
 EXAMPLES = """examples:
@@ -28,6 +30,7 @@ EXAMPLES = """examples:
   shoal serve --model path/to/model --replicas 4
   shoal serve --model path/to/model --memory 2GiB
   shoal serve --model qwen3:4b --model gemma3:4b --memory 8GiB --keep-alive 10m
+  shoal serve --model qwen3:4b --mcp servers.json
   shoal serve --models path/to/models --alias fast=path/to/models/small.gguf
   shoal serve --model path/to/model --lora sql=path/to/adapter --lora tone=path/to/adapter.gguf:0.5
   shoal serve --models path/to/models --lora sql=path/to/adapter --lora-for big=tone=path/to/adapter.gguf
@@ -48,8 +51,9 @@ def add_arguments(parser: Parser) -> None:
     scheduling = common.add_scheduling(parser)
     scheduling.add_argument("--max-waiting", metavar="N", type=int, default=256, help="most waiting requests; then 429")
     _add_limits(parser)
+    tool_servers.add_arguments(parser)
     parser.show_usual("--model", "--method", "--memory", "--host", "--port", "--api-key", "--served-model-name",
-                      "--max-seqs", "--max-tokens", "--cors-origin")
+                      "--max-seqs", "--max-tokens", "--cors-origin", "--mcp", "--mcp-allow")
 
 
 def _add_address(parser: Parser) -> None:
@@ -108,19 +112,38 @@ def run(args: argparse.Namespace) -> int:
     common.memory_limit(args)  # report a bad size before a missing package
     serving.check_numbers(args)
     several = serving.check(args) if serving.asks_for_several(args) else []
+    configs = _tool_configs(args, settings)
     with needs("serve", "shoal serve"):
         from shoal.serve.run import bind
         from shoal.serve.run import run as serve
-    if several:
-        with bind(args.host, args.port) as listener:
-            serving.serve(args, settings, several, listener)
-        return 0
-    args.model = next(iter(args.model or ()), None)
     if args.replicas > 1:
+        args.model = next(iter(args.model or ()), None)
         return _replicas(args, settings)
-    with bind(args.host, args.port) as listener:
-        serve(*_parts(args, settings), listener)
+    with bind(args.host, args.port) as listener, tool_servers.running(args, configs) as tools:
+        settings = replace(settings, tools=tools)
+        if several:
+            serving.serve(args, settings, several, listener)
+        else:
+            args.model = next(iter(args.model or ()), None)
+            serve(*_parts(args, settings), listener)
     return 0
+
+
+def _tool_configs(args: argparse.Namespace, settings: Settings) -> Sequence[ServerConfig]:
+    """The MCP servers to start. Whoever may use the server may call their tools, so that must not be just anybody."""
+    configs = tool_servers.configs(args)
+    if not configs:
+        return configs
+    from shoal.serve.settings import is_loopback
+
+    if args.no_playground or args.replicas > 1:
+        option, why = (("--no-playground", "no page would use the tools") if args.no_playground else
+                       ("--replicas", "each process would need servers of its own"))
+        raise ValueError(f"--mcp does not go with {option}: {why}; leave one of them out")
+    if not settings.api_keys and (not is_loopback(args.host) or "*" in (*args.cors_origin, *args.allowed_host)):
+        raise ValueError("--mcp lets whoever may use the server call the tools, and that would be anybody here; give "
+                         "--api-key K, or listen on 127.0.0.1, without * for pages or host names")
+    return configs
 
 
 def _replicas(args: argparse.Namespace, settings: Settings) -> int:

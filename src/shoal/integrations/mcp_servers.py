@@ -1,4 +1,4 @@
-"""Tools of MCP servers, for a chat: servers from a configuration file, their tools in OpenAI's form, and calls.
+"""Tools of MCP servers, for chats: servers from a configuration file, their tools in OpenAI's form, and calls.
 
 The file is that of other clients: `{"mcpServers": {NAME: {"command", "args", "env", "cwd"} or {"url", "headers"}}}`.
 `"allow"` beside them names tools that may be called without asking, `"disabled": true` leaves a server out. Servers run
@@ -13,9 +13,10 @@ import math
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AsyncExitStack, ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -32,6 +33,8 @@ _SAID, _TAIL, _LONGEST_NAME = 200, 4096, 64
 _LOCAL, _REMOTE = ("command", "args", "env", "cwd"), ("url", "headers")
 _KNOWN = (*_LOCAL, *_REMOTE, "allow", "disabled", "type")
 _NAME = re.compile(r"[^A-Za-z0-9_-]")
+_JOINT = "\u200b"
+NO_PLACE = "this model's chat template has no place for tools; MCP needs a model that calls some, such as Qwen's"
 
 
 class CallFailed(Exception):
@@ -60,7 +63,7 @@ class OfferedTool:
         name: for the model: the tool's own, with its server's before it where two servers have the same.
         server, tool: where it is from, and its name there.
         function: what a chat template takes.
-        allowed: whether the configuration lets it be called without asking.
+        allowed: whether the operator lets it be called without asking.
     """
 
     name: str
@@ -117,6 +120,7 @@ class McpServers:
     Args:
         configs: the servers to start.
         say: told in a line what fails; the rest goes on.
+        allow: names of tools that may be called without asking, beside those of the configuration.
         starting, calling: seconds that a server has to start, and that a call may take.
 
     Raises:
@@ -124,8 +128,8 @@ class McpServers:
     """
 
     def __init__(
-        self, configs: Sequence[ServerConfig], say: Callable[[str], None], *, starting: float = STARTING,
-        calling: float = CALLING,
+        self, configs: Sequence[ServerConfig], say: Callable[[str], None], allow: Collection[str] = (), *,
+        starting: float = STARTING, calling: float = CALLING,
     ) -> None:
         with needs("mcp", "tools of MCP servers"):
             import mcp  # noqa: F401
@@ -136,10 +140,18 @@ class McpServers:
         self._portal = self._open.enter_context(start_blocking_portal())
         self._open.callback(lambda: self._portal.call(self._portal.stop, True))
         try:
-            self._tools = _offered([(one, tool) for one in configs for tool in self._start(one)], say)
+            found = _offered([(one, tool) for one in configs for tool in self._start(one)], say)
         except BaseException:
             self.close()
             raise
+        self._tools = [replace(tool, allowed=tool.allowed or tool.name in allow) for tool in found]
+        for name in sorted({*allow} - {tool.name for tool in found}):
+            say(f"--mcp-allow names {name!r}, which no server offers; there are: {self.names}")
+
+    @property
+    def names(self) -> str:
+        """The names of the tools."""
+        return ", ".join(tool.name for tool in self.tools) or "none"
 
     @property
     def tools(self) -> list[OfferedTool]:
@@ -159,23 +171,41 @@ class McpServers:
         self._clients[config.name] = client
         return list(tools)
 
+    def find(self, name: str) -> OfferedTool:
+        """The tool of that name; CallFailed if there is none any more."""
+        for tool in self.tools:
+            if tool.name == name:
+                return tool
+        raise CallFailed(f"there is no tool {one_line(name)!r} any more")
+
     def call(self, tool: OfferedTool, arguments: Any, most: int = MOST) -> str:
         """The text of a tool's result, at most `most` characters.
 
         Raises:
             CallFailed: the tool reports an error, takes too long, or its server has ended.
         """
+        task = self.begin(tool, arguments, most)
+        try:
+            return task.result()
+        except KeyboardInterrupt:
+            task.cancel()
+            raise
+
+    def begin(self, tool: OfferedTool, arguments: Any, most: int = MOST) -> Future[str]:
+        """`call` without waiting for its result; cancelling that ends the call."""
+        return self._portal.start_task_soon(self._called, tool, arguments, most)
+
+    async def _called(self, tool: OfferedTool, arguments: Any, most: int) -> str:
+        import anyio
+
         if not isinstance(arguments, Mapping):
             raise CallFailed(f"the tool {tool.name!r} takes an object, and the call has none")
         client = self._clients.get(tool.server)
         if client is None:
             raise CallFailed(f"the MCP server {tool.server!r} has ended")
-        task = self._portal.start_task_soon(_called, client, tool.tool, dict(arguments), self._calling)
         try:
-            result = task.result()
-        except KeyboardInterrupt:
-            task.cancel()
-            raise
+            with anyio.fail_after(self._calling):
+                result = await client.call_tool(tool.tool, dict(arguments))
         except Exception as error:
             raise CallFailed(self._failure(tool, error)) from None
         text = bounded(_text(result), most)
@@ -240,13 +270,6 @@ async def _listed(client: Any) -> list[Any]:
     return found
 
 
-async def _called(client: Any, name: str, arguments: dict[str, Any], seconds: float) -> Any:
-    import anyio
-
-    with anyio.fail_after(seconds):
-        return await client.call_tool(name, arguments)
-
-
 def _offered(found: Sequence[tuple[ServerConfig, Any]], say: Callable[[str], None]) -> list[OfferedTool]:
     """The tools of all servers, each under a name of its own."""
     often = Counter(tool.name for _, tool in found)
@@ -284,6 +307,24 @@ def _part(block: Any) -> str:
 def bounded(text: str, most: int) -> str:
     """A text of at most `most` characters, and a note on what was cut."""
     return text if len(text) <= most else f"{text[:most]}\n[cut here: {most} of {len(text)} characters]"
+
+
+def most_of(context: int | None) -> int:
+    """Characters of a result for a model of so many positions, of which the result then takes some quarter."""
+    return MOST if context is None else min(MOST, context)
+
+
+def defused(text: str, tokenizer: Any) -> str:
+    """Text in which a tokenizer finds none of its special tokens: each is parted by a character without width."""
+    marks = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
+    for mark in sorted((one for one in map(str, marks) if _is_mark(one)), key=len, reverse=True):
+        text = text.replace(mark, f"{mark[0]}{_JOINT}{mark[1:]}")
+    return text
+
+
+def _is_mark(token: str) -> bool:
+    """Whether an added token is a mark, rather than white space or a word."""
+    return len(token) > 1 and any(not letter.isalnum() and not letter.isspace() for letter in token)
 
 
 def one_line(text: str) -> str:

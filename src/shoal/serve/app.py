@@ -25,7 +25,7 @@ from shoal.serve.metrics import Metrics
 from shoal.serve.middleware import LOCAL, Gate
 from shoal.serve.ollama import OllamaRoutes
 from shoal.serve.playground import Playground, page_file, page_files
-from shoal.serve.protocol.bodies import ChatBody, CompletionBody, PlanBody, read, validated
+from shoal.serve.protocol.bodies import ChatBody, CompletionBody, PlanBody, ToolCallBody, read, validated
 from shoal.serve.protocol.fields import IGNORED
 from shoal.serve.protocol.infill import InfillBody
 from shoal.serve.protocol.messages import MessageBody
@@ -70,7 +70,15 @@ def create_app(scheduler: Scheduler, settings: Settings, metrics: Metrics | None
 
 def base_app(settings: Settings, lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]) -> FastAPI:
     """An application that checks requests and writes errors, whatever its routes, which `/docs` shows."""
-    app = FastAPI(title="Shoal", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
+
+    @asynccontextmanager
+    async def living(app: FastAPI) -> AsyncIterator[None]:
+        async with lifespan(app):
+            yield
+        if settings.tools is not None:  # a signal may end the process right after this
+            await asyncio.to_thread(settings.tools.close)
+
+    app = FastAPI(title="Shoal", version=__version__, docs_url=None, redoc_url=None, lifespan=living)
     app.add_middleware(Gate, settings=settings)
     app.add_middleware(  # outside the gate, as a browser's preflight request carries no key
         CORSMiddleware, allow_origins=settings.cors_origins, allow_origin_regex=LOCAL, allow_methods=["GET", "POST"],
@@ -95,7 +103,7 @@ BODIES: dict[str, type[BaseModel] | None] = {
     "/api/chat": OllamaBody, "/api/generate": OllamaBody, "/api/show": None,
     "/v1/embeddings": EmbeddingBody, "/api/embed": EmbedBody, "/api/embeddings": EmbedBody,
     "/v1/rerank": RerankBody, "/rerank": RerankBody, "/tokenize": TokenizeBody, "/detokenize": DetokenizeBody,
-    "/playground/plan": PlanBody,
+    "/playground/plan": PlanBody, "/playground/call": ToolCallBody,
 }
 """The routes that one model answers, and what they are sent."""
 
@@ -144,8 +152,10 @@ def model_routes(scheduler: Scheduler, settings: Settings, metrics: Metrics) -> 
         "/v1/embeddings": vectors.embed, "/api/embed": vectors.embed_as_ollama,
         "/api/embeddings": vectors.embed_as_ollama, "/v1/rerank": vectors.rerank, "/rerank": vectors.rerank,
         "/tokenize": tokens.tokenize, "/detokenize": tokens.detokenize, "/playground/plan": plan,
+        "/playground/call": page.call,
     }
-    reads = {"/props": tokens.props, "/playground/model": model, "/api/tags": ollama.tags, "/api/ps": ollama.running}
+    reads = {"/props": tokens.props, "/playground/model": model, "/playground/tools": page.tools,
+             "/api/tags": ollama.tags, "/api/ps": ollama.running}
     return ModelRoutes(shown(posts, settings), shown(reads, settings))
 
 

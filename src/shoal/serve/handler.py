@@ -20,7 +20,7 @@ from shoal.serve import policy
 from shoal.serve.answer import Answer, Compiling
 from shoal.serve.errors import LOG, ApiError, failed, no_model, refused
 from shoal.serve.metrics import Metrics, extra_counts, report
-from shoal.serve.middleware import GONE, note
+from shoal.serve.middleware import note, unless_left
 from shoal.serve.protocol import messages, responses
 from shoal.serve.protocol.bodies import (
     Asked,
@@ -260,8 +260,10 @@ class RequestHandler:
     async def _answer(self, request: Request, body: Body, answer: Answer, wire: Wire) -> Response:
         if body.stream:
             return _streaming(self._events(request, body, answer, wire), wire)
-        if not await self._drained(request, answer):
-            return Response(status_code=GONE)
+        try:
+            await unless_left(request, _drain(answer))
+        finally:
+            self._account(request, answer)
         best = answer.best(body.n)
         shown = [answer.results[place] for place in best]
         if body.alternatives is None:
@@ -271,19 +273,6 @@ class RequestHandler:
             pairs = zip(whole["choices"], [answer.entries[place] for place in best], strict=True)
             whole["choices"] = [with_steps(choice, entry.seq.steps) for choice, entry in pairs]
         return JSONResponse({**whole, **_metrics(body, answer)})
-
-    async def _drained(self, request: Request, answer: Answer) -> bool:
-        """Wait for the end of the answer; False if the client disconnects first."""
-        work, gone = asyncio.ensure_future(_drain(answer)), asyncio.ensure_future(_disconnect(request))
-        try:
-            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                work.result()
-            return work.done()
-        finally:
-            for task in (work, gone):
-                task.cancel()
-            self._account(request, answer)
 
     async def _events(self, request: Request, body: Body, answer: Answer, wire: Wire) -> AsyncIterator[str]:
         try:
@@ -325,9 +314,4 @@ def _metrics(body: Body, answer: Answer) -> dict[str, Any]:
 
 async def _drain(answer: Answer) -> None:
     async for _ in answer.items():
-        pass
-
-
-async def _disconnect(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
         pass

@@ -13,13 +13,13 @@ import json
 import re
 import time
 import uuid
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Awaitable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shoal.serve.errors import LOG, ApiError
@@ -31,6 +31,9 @@ GONE = 499
 """Status in the log if the client left before its answer; nobody receives it."""
 _BEARER = re.compile(r"\s*bearer\s+(\S.*?)\s*", re.IGNORECASE)
 _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+
+
+T = TypeVar("T")
 
 
 def too_large(limit: int) -> ApiError:
@@ -68,7 +71,7 @@ class Gate:
                 await self._app(as_get, self._bounded(receive), answer)
         except ApiError as error:
             await error.response(scope["path"])(scope, receive, answer)
-        except ClientDisconnect:  # before its request was complete
+        except ClientDisconnect:  # before its request was complete, or its answer
             line["status"] = GONE
         except asyncio.CancelledError:
             if not getattr(scope["app"].state, "stopping", bool)():
@@ -149,6 +152,24 @@ async def _cut_off(begun: bool, scope: Scope, receive: Receive, send: Send) -> N
         await send({"type": "http.response.body", "body": error.event(scope["path"]), "more_body": False})
     else:
         await error.response(scope["path"])(scope, receive, send)
+
+
+async def unless_left(request: Request, work: Awaitable[T]) -> T:
+    """The result of some work; ClientDisconnect, and an end of the work, if the client leaves before."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_left(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        for one in (task, gone):
+            one.cancel()
+
+
+async def _left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def note(scope: Any, **facts: Any) -> None:

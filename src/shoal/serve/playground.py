@@ -1,10 +1,11 @@
-"""Serves the page at `/`: its files, the methods with their options, and the layers that a method would run.
+"""Serves the page at `/`: its files, the methods with their options, the layers that a method would run, and tools.
 
 For everything else the page uses the routes of all clients. It is told only of what the operator's settings allow.
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import Mapping
 from functools import cached_property
@@ -12,17 +13,20 @@ from importlib.resources import files
 from typing import Any, get_type_hints
 
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.responses import Response
 
 from shoal import methods
 from shoal.depth.budget import ideal_speedup
 from shoal.depth.plan import NEVER
 from shoal.engine.engine import Engine
+from shoal.integrations.mcp_servers import CallFailed, defused, most_of
 from shoal.methods.base import Method
 from shoal.methods.options import choices, describe, field_docs, plain
 from shoal.serve import policy
-from shoal.serve.errors import no_model, refused
-from shoal.serve.protocol.bodies import PlanBody
+from shoal.serve.errors import ApiError, no_model, refused
+from shoal.serve.middleware import unless_left
+from shoal.serve.protocol.bodies import PlanBody, ToolCallBody, read, validated
 from shoal.serve.settings import Settings
 
 _KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
@@ -59,7 +63,7 @@ class Playground:
         """The model, and the methods that a request may name."""
         runner, settings = self._engine.runner, self._settings
         return {"model": settings.model_name, "num_layers": runner.num_layers,
-                "chat": bool(getattr(self._engine.tokenizer, "chat_template", None)),
+                "chat": bool(self._template), "tools": None if settings.tools is None else "tools" in self._template,
                 "max_tokens": min(settings.max_tokens, runner.max_positions or settings.max_tokens),
                 "default_method": methods.make(settings.method).name, "masked": self._engine.masked is not None,
                 "methods": [self._method(methods.get(name)) for name in policy.allowed(settings)]}
@@ -70,9 +74,8 @@ class Playground:
         Raises:
             ApiError: 400 or 403 if a request with this method would be refused, 404 for another model.
         """
-        most, served = self._settings.max_tokens, self._settings.names
-        if body.model not in (None, *served):
-            raise no_model(str(body.model)[:200], *served)
+        most = self._settings.max_tokens
+        self._check(body.model)
         if body.max_tokens > most:
             raise refused("max_tokens", f"max_tokens is {body.max_tokens}; this server allows up to {most}")
         method = policy.choose(body.method, body.method_args, self._settings)
@@ -85,6 +88,43 @@ class Playground:
                 "mean_layers": mean, "ideal_speedup": ideal_speedup(layers, mean, self._engine.runner.head_layers),
                 "attention": [_last(step) for step in recipe.plan.attention],
                 "mlp": [_last(step) for step in recipe.plan.mlp]}
+
+    def tools(self) -> dict[str, Any]:
+        """The tools of MCP servers that run, and which the operator lets the model call without asking."""
+        found = [] if self._settings.tools is None else self._settings.tools.tools
+        return {"tools": [{"name": one.name, "server": one.server, "allowed": one.allowed, "function": one.function}
+                          for one in found]}
+
+    async def call(self, request: Request) -> dict[str, Any]:
+        """Call a tool: the text for the model, and why the call failed, in a line; null if it did not.
+
+        The person was asked by the page: whoever may use the server may call its tools. The text is untrusted; it
+        cannot spell the marks of the model's template.
+
+        Raises:
+            ApiError: 404 for another model, and for a server without tools.
+        """
+        body, servers, error = validated(read(await request.body()), ToolCallBody), self._settings.tools, None
+        self._check(body.model)
+        if servers is None:
+            raise ApiError(404, "this server calls no tools; shoal serve --mcp CONFIG.json lets its page call some")
+        most = most_of(self._engine.runner.max_positions)
+        try:
+            task = servers.begin(servers.find(body.name), body.arguments, most)
+            text = await unless_left(request, asyncio.wrap_future(task))
+        except CallFailed as failure:
+            error = str(failure)
+            text = f"The call failed: {error}"
+        return {"content": defused(text, self._engine.tokenizer), "error": error}
+
+    @property
+    def _template(self) -> str:
+        return str(getattr(self._engine.tokenizer, "chat_template", None) or "")
+
+    def _check(self, model: str | None) -> None:
+        served = self._settings.names
+        if model not in (None, *served):
+            raise no_model(str(model)[:200], *served)
 
     def _method(self, cls: type[Method]) -> dict[str, Any]:
         hints, docs = get_type_hints(cls), field_docs(cls)

@@ -7,7 +7,10 @@ import math
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shoal.integrations.mcp_servers import McpServers
 
 _NAMES = ("localhost", "127.0.0.1", "[::1]")
 
@@ -37,6 +40,7 @@ class Settings:
         keep_alive: seconds that a connection without a request stays open.
         stall: seconds after which an unfinished step counts as stuck, and the server as unhealthy.
         members_folder: folder of Python code whose modules `guided_members` knows; empty for none.
+        tools: the MCP servers whose tools the page may call; None for none. The application closes them.
         cors_origins: origins whose pages may send requests, `*` for all; pages of this machine always may.
     """
 
@@ -60,6 +64,7 @@ class Settings:
     keep_alive: float = 75.0
     stall: float = 30.0
     members_folder: str = ""
+    tools: McpServers | None = field(default=None, repr=False)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -91,14 +96,14 @@ def hosts_of(host: str, more: Sequence[str]) -> tuple[str, ...]:
     On a loopback address they are `more` and the names of this machine. Elsewhere the machine's public names are
     unknown, so any name is allowed unless `more` has some. `*` in `more` allows any.
     """
-    given, own = tuple(name.lower().rstrip(".") for name in more), _is_loopback(host)
+    given, own = tuple(name.lower().rstrip(".") for name in more), is_loopback(host)
     if "*" in given or not (given or own):
         return ()
     named = (f"[{host}]" if ":" in host else host.lower(),) if own else ()
     return tuple(dict.fromkeys((*_NAMES, *named, *given)))
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     """Whether a host is a loopback address; False for a name that does not resolve."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)

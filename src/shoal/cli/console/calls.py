@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from shoal.integrations.mcp_servers import MOST, CallFailed, McpServers, OfferedTool, one_line
+from shoal.cli.options.tool_servers import say
+from shoal.integrations.mcp_servers import NO_PLACE, CallFailed, McpServers, OfferedTool, defused, most_of, one_line
 from shoal.serve.errors import ApiError
 from shoal.serve.protocol.thoughts import AnswerReader, thoughts_of
 from shoal.serve.protocol.tools import tools_of
 
 _LINES, _WIDTH = 12, 200
 """Lines of a result that are shown, and characters of each."""
-_JOINT = "\u200b"
 _REFUSED = "The user did not allow this call."
-_NO_PLACE = "this model's chat template has no place for tools; MCP needs a model that calls some, such as Qwen's"
 
 
 class ToolUse:
@@ -28,25 +27,17 @@ class ToolUse:
 
     Args:
         servers: where they are from.
-        allowed: names of tools that are called without asking.
         ask: gets an answer to a question, empty where nobody is there.
     """
 
-    def __init__(self, servers: McpServers, allowed: Collection[str], ask: Callable[[str], str]) -> None:
+    def __init__(self, servers: McpServers, ask: Callable[[str], str]) -> None:
         self._servers, self._ask = servers, ask
-        self._allowed = {*allowed, *(tool.name for tool in servers.tools if tool.allowed)}
-        for name in sorted({*allowed} - {tool.name for tool in servers.tools}):
-            say(f"--mcp-allow names {name!r}, which no server offers; there are: {self.names}")
-
-    @property
-    def names(self) -> str:
-        """The tools that there are."""
-        return ", ".join(tool.name for tool in self._servers.tools) or "none"
+        self._allowed = {tool.name for tool in servers.tools if tool.allowed}
 
     def functions(self, tokenizer: Any) -> list[dict[str, Any]]:
         """What a session offers to its model; ValueError for one whose template has no place for tools."""
         if "tools" not in str(tokenizer.chat_template):
-            raise ValueError(_NO_PLACE)
+            raise ValueError(NO_PLACE)
         return [dict(tool.function) for tool in self._servers.tools]
 
     def reader(self, tokenizer: Any, prompt: Sequence[int], messages: Sequence[Mapping[str, Any]]) -> AnswerReader:
@@ -73,14 +64,12 @@ class ToolUse:
             context: positions of the model: a result has at most as many characters, some quarter of them in tokens.
         """
         name, arguments = call["function"]["name"], call["function"]["arguments"]
-        tool = next((one for one in self._servers.tools if one.name == name), None)
-        if tool is None:
-            text = f"There is no tool {name!r} any more."
-            say(text)
-        elif not self._may(tool, arguments):
-            text = _REFUSED
-        else:
-            text = self._called(tool, arguments, MOST if context is None else min(MOST, context))
+        try:
+            tool = self._servers.find(name)
+            text = self._called(tool, arguments, most_of(context)) if self._may(tool, arguments) else _REFUSED
+        except CallFailed as error:
+            say(str(error))
+            text = f"The call failed: {error}"
         return _result_of(call, defused(text, tokenizer))
 
     def no_result(self, call: Mapping[str, Any]) -> dict[str, Any]:
@@ -102,11 +91,7 @@ class ToolUse:
         return False
 
     def _called(self, tool: OfferedTool, arguments: Any, most: int) -> str:
-        try:
-            text = self._servers.call(tool, arguments, most)
-        except CallFailed as error:
-            say(str(error))
-            return f"The call failed: {error}"
+        text = self._servers.call(tool, arguments, most)
         print(f"[untrusted text from {tool.name} of {tool.server!r}]\n{barred(text)}", file=sys.stderr)
         return text
 
@@ -114,11 +99,6 @@ class ToolUse:
 def _result_of(call: Mapping[str, Any], text: str) -> dict[str, Any]:
     """A call's result as templates take it."""
     return {"role": "tool", "tool_call_id": call["id"], "name": call["function"]["name"], "content": text}
-
-
-def say(line: str) -> None:
-    """A line about tools, on stderr."""
-    print(f"[{line}]", file=sys.stderr, flush=True)
 
 
 def visible(text: str) -> str:
@@ -132,16 +112,3 @@ def barred(text: str) -> str:
     cut = [visible(line if len(line) <= _WIDTH else f"{line[:_WIDTH]} ...") for line in lines[:_LINES]]
     rest = f"\n| ... {len(lines)} lines in all" if len(lines) > _LINES else ""
     return "\n".join(f"| {line}" for line in cut) + rest
-
-
-def defused(text: str, tokenizer: Any) -> str:
-    """Text in which a tokenizer finds none of its special tokens: each is parted by a character without width."""
-    marks = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
-    for mark in sorted((one for one in map(str, marks) if _is_mark(one)), key=len, reverse=True):
-        text = text.replace(mark, f"{mark[0]}{_JOINT}{mark[1:]}")
-    return text
-
-
-def _is_mark(token: str) -> bool:
-    """Whether an added token is a mark, rather than white space or a word."""
-    return len(token) > 1 and any(not letter.isalnum() and not letter.isspace() for letter in token)

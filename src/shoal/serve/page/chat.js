@@ -8,6 +8,7 @@ import { copy } from "./link.js";
 import { Message } from "./message.js";
 import { chosen } from "./options.js";
 import { t } from "./strings.js";
+import { MOST_ROUNDS, Tools } from "./tools.js";
 
 const at = (id) => document.getElementById(id);
 const NEAR = 80;
@@ -16,7 +17,7 @@ const PAUSE = 1000;
 export class Chat {
   /* `locked` is called where the server asks for a key. */
   constructor(locked) {
-    Object.assign(this, { locked, model: null, running: null, shelf: new Shelf(), views: [] });
+    Object.assign(this, { locked, model: null, running: null, shelf: new Shelf(), views: [], tools: new Tools() });
     this.attached = new Attached(at("attached"), (line) => this.complain(line));
     this.open(new Conversation());
     this.listen();
@@ -64,6 +65,8 @@ export class Chat {
   use(model) {
     this.model = model;
     at("no-template").hidden = model.chat;
+    at("no-tools").hidden = model.tools !== false;
+    this.tools.look(model).then(() => this.tools.list(at("tool-list")), (error) => this.complain(error.message));
   }
 
   open(conversation) {
@@ -175,11 +178,11 @@ export class Chat {
     this.keep();
     this.draw();
     this.busy(true);
-    const view = this.views.at(-1);
+    const view = this.views.find((one) => one.message === message);
     view.draw(true);
     this.follow(true);
     try {
-      await this.stream(message, view, running.signal);
+      await this.turn(message, view, running.signal);
       at("status").textContent = t("answered");
     } catch (error) {
       message.ended = "stopped";
@@ -198,14 +201,32 @@ export class Chat {
     this.drawn();
   }
 
-  async stream(message, view, signal) {
-    const { path, body } = this.request(message);
+  /* Answers and calls in turn, until an answer calls nothing. Calls that an earlier try left unmade come first. */
+  async turn(message, view, signal) {
+    const { model } = this;
+    for (let left = MOST_ROUNDS; ; left -= 1) {
+      await this.tools.look(model, signal);
+      for (const call of message.rounds?.at(-1).calls.filter((one) => one.result === undefined) ?? []) {
+        await this.tools.make(call, view.calls.get(call), model, signal);
+        view.calls.get(call).draw();
+        this.keep();
+      }
+      if (left === 0) break;
+      if (!await this.stream(message, view, model, signal)) return;
+    }
+    message.ended = "rounds";
+  }
+
+  /* One answer; whether it calls tools, which it then does as a whole. */
+  async stream(message, view, model, signal) {
+    const { path, body } = this.request(message, model), calls = [];
     let last = performance.now();
     for await (const event of events(path, body, signal)) {
       for (const choice of event.choices) {
         message.content += choice.delta?.content ?? choice.text ?? "";
         const thought = choice.delta?.reasoning_content ?? choice.delta?.reasoning;
         if (thought) message.thoughts = (message.thoughts ?? "") + thought;
+        for (const part of choice.delta?.tool_calls ?? []) gather(calls, part);
         if (choice.finish_reason) message.ended = choice.finish_reason;
       }
       if (event.metrics) message.figures = figures(event);
@@ -216,6 +237,14 @@ export class Chat {
         this.keep();
       }
     }
+    if (!calls.length) return false;
+    const { content, thoughts } = message;
+    message.rounds = [...(message.rounds ?? []), { content, thoughts, calls }];
+    message.content = "";
+    delete message.thoughts;
+    view.draw(true);
+    this.drawn();
+    return true;
   }
 
   /* The end stays in view unless the reader has scrolled away from it. */
@@ -226,10 +255,10 @@ export class Chat {
   }
 
   /* A conversation that ends with an answer is continued; without a template the texts follow each other. */
-  request(message) {
-    const body = { model: this.model.model, ...chosen(), stream: true, stream_options: { include_usage: true }, metrics: true };
-    const messages = this.on.said(message.content ? message.id : message.parent);
-    if (this.model.chat) return { path: "v1/chat/completions", body: { ...body, messages } };
+  request(message, model) {
+    const body = { ...chosen(), model: model.model, stream: true, stream_options: { include_usage: true }, metrics: true };
+    const messages = this.on.said(message);
+    if (model.chat) return { path: "v1/chat/completions", body: { ...body, messages, ...this.tools.part } };
     const prompt = messages.map((one) => one.content).join("\n");
     return { path: "v1/completions", body: { max_tokens: 256, ...body, prompt } };
   }
@@ -274,6 +303,14 @@ export class Chat {
     setTimeout(() => URL.revokeObjectURL(url), 1000);
     at("export").open = false;
   }
+}
+
+/* A piece of a call, put where it belongs. */
+function gather(calls, { index, id, function: piece = {} }) {
+  const call = calls[index] ??= { id: "", name: "", arguments: "" };
+  call.id ||= id ?? "";
+  call.name += piece.name ?? "";
+  call.arguments += piece.arguments ?? "";
 }
 
 function figures({ metrics, usage }) {

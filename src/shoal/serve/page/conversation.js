@@ -1,6 +1,8 @@
 /* A conversation is a tree of messages: an edit or another answer is a further branch. It is kept in the browser alone. */
 
+import { fenced } from "./files.js";
 import { parts } from "./message.js";
+import { goodRounds, messagesOf } from "./tools.js";
 
 const PREFIX = "shoal.chat.";
 const TITLE = 80;
@@ -45,11 +47,15 @@ export class Conversation {
     for (let next = message; next; next = this.messages.findLast((one) => one.parent === this.leaf)) this.leaf = next.id;
   }
 
-  /* What the model is sent: thoughts and figures are not part of it, but for an answer that goes on. */
-  said(last) {
+  /* What the model is sent to answer into a message: thoughts and figures are not part of it, but for an answer that goes on. */
+  said(message) {
     const system = this.system.trim() ? [{ role: "system", content: this.system }] : [];
-    return [...system, ...this.until(last).map((one) => (
-      { role: one.role, content: one.role === "assistant" && one.id !== last ? parts(one).text : one.content }))];
+    return [...system, ...this.until(message.id).flatMap((one) => {
+      if (one.role === "user") return [{ role: one.role, content: one.content }];
+      const { rounds = [] } = one, content = one === message ? one.content : parts(one).text;
+      const last = content || (one !== message && !rounds.length) ? [{ role: one.role, content }] : [];
+      return [...messagesOf(rounds, (round) => parts(round).text), ...last];
+    })];
   }
 
   get held() {
@@ -63,7 +69,8 @@ function good(held) {
   const text = (value) => typeof value === "string";
   const parent = (one, place) => one.parent === null || (Number.isInteger(one.parent) && one.parent >= 0 && one.parent < place);
   return held !== null && typeof held === "object" && text(held.id) && text(held.title) && text(held.system) && Array.isArray(held.messages)
-    && held.messages.every((one, place) => one?.id === place && text(one.content) && ["user", "assistant"].includes(one.role) && parent(one, place))
+    && held.messages.every((one, place) => one?.id === place && text(one.content) && ["user", "assistant"].includes(one.role) && parent(one, place)
+      && (one.rounds === undefined || goodRounds(one.rounds)))
     && (held.leaf === null || held.messages[held.leaf] !== undefined);
 }
 
@@ -111,8 +118,12 @@ export class Shelf {
   }
 }
 
+function written({ content, calls }) {
+  return [content.trim(), ...calls.flatMap(({ name, arguments: given, result }) => [fenced(`${name} ${given}`), fenced(result ?? "")])];
+}
+
 export function asMarkdown(conversation, names) {
   const system = conversation.system.trim() ? [`## ${names.system}\n\n${conversation.system.trim()}`] : [];
-  const turns = conversation.path.map(({ role, content }) => `## ${names[role]}\n\n${content.trim()}`);
+  const turns = conversation.path.map(({ role, content, rounds = [] }) => [`## ${names[role]}`, ...rounds.flatMap(written), content.trim()].filter(Boolean).join("\n\n"));
   return `${[`# ${conversation.title}`, ...system, ...turns].join("\n\n")}\n`;
 }

@@ -31,17 +31,20 @@ export class Attached {
     }));
   }
 
-  /* A message with the files before it, each fenced by more marks than it has in a row; none is left attached. */
+  /* A message with the files before it; none is left attached. */
   taken(text) {
-    const fenced = this.files.map((file) => {
-      const longest = Math.max(2, ...(file.text.match(/`+/g) ?? []).map((run) => run.length));
-      const fence = "`".repeat(longest + 1);
-      return `${file.name}:\n${fence}\n${file.text.replace(/\n$/, "")}\n${fence}`;
-    });
+    const files = this.files.map((file) => `${file.name}:\n${fenced(file.text)}`);
     this.files = [];
     this.show();
-    return [...fenced, text].filter(Boolean).join("\n\n");
+    return [...files, text].filter(Boolean).join("\n\n");
   }
+}
+
+/* A text between fences of more marks than it has in a row. */
+export function fenced(text) {
+  const longest = Math.max(2, ...(text.match(/`+/g) ?? []).map((run) => run.length));
+  const fence = "`".repeat(longest + 1);
+  return `${fence}\n${text.replace(/\n$/, "")}\n${fence}`;
 }
 
 async function read(file) {

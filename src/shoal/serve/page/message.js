@@ -3,6 +3,7 @@
 import { make } from "./dom.js";
 import { show } from "./markdown.js";
 import { t } from "./strings.js";
+import { CallView, MOST_ROUNDS } from "./tools.js";
 
 const THOUGHTS = /^\s*<think>([^]*?)(?:<\/think>|$)/;
 
@@ -16,14 +17,14 @@ export class Message {
   /* `does` has what the buttons do: edit, again, goOn, choose, copy. */
   constructor(message, branches, does) {
     Object.assign(this, { message, branches, does });
-    this.thoughts = make("div", { class: "markdown" });
-    this.summary = make("summary", {}, t("thoughts"));
-    this.folded = make("details", { class: "thoughts", hidden: "" }, this.summary, this.thoughts);
+    this.calls = new Map();
+    this.rounds = make("div", { class: "rounds" });
+    Object.assign(this, folding());
     this.text = make("div", { class: message.role === "assistant" ? "markdown" : "typed", dir: "auto" });
     this.figures = make("p", { class: "figures note" });
     this.buttons = make("div", { class: "tools" });
     this.element = make("li", { class: message.role },
-      make("h3", { class: "unseen" }, t(message.role === "user" ? "you" : "answer")), this.folded, this.text, this.figures, this.buttons);
+      make("h3", { class: "unseen" }, t(message.role === "user" ? "you" : "answer")), this.rounds, this.folded, this.text, this.figures, this.buttons);
     this.draw(false);
   }
 
@@ -41,7 +42,21 @@ export class Message {
     this.buttons.replaceChildren(...(underWay ? [] : this.tools()));
   }
 
+  /* Answers of the turn that called tools, and the calls; these stay as they are while they are asked about. */
+  called(underWay) {
+    for (const round of (this.message.rounds ?? []).slice(this.rounds.childElementCount)) {
+      const { folded, thoughts } = folding(), said = parts(round), text = make("div", { class: "markdown", dir: "auto" });
+      folded.hidden = !said.thoughts;
+      show(thoughts, said.thoughts);
+      show(text, said.text);
+      for (const call of round.calls) this.calls.set(call, new CallView(call));
+      this.rounds.append(make("div", {}, folded, text, ...round.calls.map((call) => this.calls.get(call).element)));
+    }
+    if (!underWay) for (const view of this.calls.values()) view.draw();
+  }
+
   answer(underWay) {
+    this.called(underWay);
     const { thoughts, text } = parts(this.message);
     this.folded.hidden = !thoughts;
     this.summary.textContent = t(underWay && !text ? "thinking" : "thoughts");
@@ -96,9 +111,14 @@ export class Message {
   }
 }
 
+function folding() {
+  const thoughts = make("div", { class: "markdown" }), summary = make("summary", {}, t("thoughts"));
+  return { thoughts, summary, folded: make("details", { class: "thoughts", hidden: "" }, summary, thoughts) };
+}
+
 /* The quiet line: pace, tokens, and what was not computed. */
 function figures({ figures: found, ended }) {
-  const end = { length: t("cut"), stopped: t("stopped") }[ended] ?? "";
+  const end = { length: t("cut"), stopped: t("stopped"), rounds: t("rounds", { count: MOST_ROUNDS }) }[ended] ?? "";
   if (!found) return end;
   const line = [t("figures", { speed: found.speed.toFixed(1), count: found.tokens })];
   if (found.kept) line.push(t("saved", { kept: found.kept, count: found.tokens }));

@@ -300,6 +300,16 @@ class PlanBody(BaseModel):
     max_tokens: int = Field(default=64, ge=1, le=1 << 20)
 
 
+class ToolCallBody(BaseModel):
+    """`/playground/call`."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    model: str | None = None
+    name: str
+    arguments: Any = Field(default_factory=dict)
+
+
 def with_model(given: Mapping[str, Any], served: str) -> dict[str, Any]:
     """A request's fields; one that names no model means the one that is served."""
     return {**given, "model": served} if given.get("model") is None else dict(given)

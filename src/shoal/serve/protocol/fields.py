@@ -223,7 +223,7 @@ MESSAGES: dict[str, Unread] = {
     "diagnostics": Ignored("nothing is stored"),
     "fallbacks": Refused("there is no other model", ([],)),
     "container": Refused("the server runs no code"),
-    "mcp_servers": Refused("the server calls no tools itself", ([],)),
+    "mcp_servers": Refused("the server calls tools for its page alone", ([],)),
     "context_management": Refused("send what the model is to see", _KEPT_WHOLE),
     "compaction": Refused("send what the model is to see"),
     "thread": Refused("nothing is stored: send the whole conversation"),

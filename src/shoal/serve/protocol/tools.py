@@ -3,7 +3,7 @@
 Constraints use one of two notations, chosen by the chat template: `<tool_call>` around JSON (Hermes, Qwen), or JSON
 alone (Llama 3). A free answer may hold calls in many forms: JSON with the name of an offered function, alone or in a
 list, between tags, in a fence, or amid text; models forget closing tags and fences. A stream gives what the whole text
-gives. Shoal calls no tool itself.
+gives. No tool is called here.
 """
 
 from __future__ import annotations

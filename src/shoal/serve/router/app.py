@@ -251,7 +251,7 @@ def create_router(shelf: Shelf, loader: ModelLoader, settings: Settings, pulls: 
     for path in shown(BODIES, settings):
         add_post(app, path, router.show if path == _SHOW else router.forward)
     app.get("/props")(router.props)
-    for path in shown({"/playground/model": 0}, settings):
+    for path in shown(dict.fromkeys(("/playground/model", "/playground/tools")), settings):
         app.get(path)(router.look)
     for path in ("/v1/models", "/models"):
         app.get(path)(router.models)
