@@ -152,7 +152,7 @@ def _overview(whole: bool) -> str:
     if not whole:
         more = f"shoal --help-all shows {len(COMMANDS) - len(USUAL)} more, and those to measure and train (shoal lab)."
         return "\n".join([ABOUT, "", "commands:", *_listed(USUAL), "", more])
-    lab = _listed(_of_lab()) or [f"  none here: {LAB_INSTALL}"]
+    lab = _listed(_of_lab()) or [f"  (none here: {LAB_INSTALL})"]
     return "\n".join([ABOUT, "", "commands:", *_listed(COMMANDS), "", "to measure and train (shoal lab):", *lab])
 
 
