@@ -12,6 +12,8 @@ _FLOATS = {GgmlType.F32: torch.float32, GgmlType.F16: torch.float16, GgmlType.BF
 _SCALES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q2_K": (80, 82),
            "Q3_K": (108,), "TQ1_0": (52,), "TQ2_0": (64,), "MXFP4": (), "NVFP4": (), "IQ1_M": ()}
 """Where the float16 scales and minima of a block are; at its beginning in the types that are not named."""
+MATRICES = (*(kind for kind in GgmlType if kind is not GgmlType.I64),)
+"""Types of matrices; whole numbers are those of a list of tokens."""
 SUPER = (*(kind for kind in GgmlType if kind.values == 256),)
 """Types with super-blocks."""
 

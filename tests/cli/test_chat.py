@@ -246,7 +246,8 @@ def test_alt_enter_begins_a_line_and_enter_sends(chat_folder: str, tmp_path: Pat
         terminal.until(lambda found: b">>>" in found)
         terminal.type(b"first\x1b\rsecond\x1b\r\x1b\rthird\r")
         terminal.until(lambda found: b"ended by" in found and b">>>" in found.partition(b"ended by")[2])
-        terminal.type(b"/sa\t")  # completed
+        terminal.type(b"/sa\t")
+        terminal.until(lambda found: b"ve" in found)  # completed, which takes a while on a busy machine
         terminal.type(f" {saved}\r".encode())
         terminal.until(lambda found: b"saved 2 messages" in found)
     assert json.loads(saved.read_text("utf-8"))["messages"][0]["content"] == "first\nsecond\n\nthird"
