@@ -387,7 +387,7 @@ class CheckpointHead(LayerHead):
     """
 
     def __init__(self, target: ModelRunner, drafter: EagleCheckpoint) -> None:
-        drafter.check(target.head_rows([0]).shape[1], target.vocab_size, target.num_layers)
+        drafter.check(target)
         self.taps = drafter.taps(target.num_layers)
         layer = layers_of(target, drafter)
         super().__init__(target, layer, drafter.names)

@@ -18,6 +18,7 @@ from shoal.errors import Unsupported
 from shoal.model.packed.shape import Shape, shape_of
 from shoal.model.packed.source import TensorSource
 from shoal.model.packed.weights import tensors
+from shoal.model.runner import ModelRunner
 from shoal.speculative.drafter_files import DrafterFiles
 
 LAYER = "layers.0."
@@ -62,13 +63,17 @@ class LayersCheckpoint(ABC):
     def taps(self, num_layers: int) -> tuple[int, ...] | None:
         """The model's layers whose inputs are read, ascending; None for the model's last states."""
 
-    def check(self, hidden: int, vocabulary: int, num_layers: int) -> None:
-        """Refuse, by Unsupported, a model with states of another size, other tokens, or too few layers."""
+    def check(self, target: ModelRunner) -> None:
+        """Refuse, by Unsupported, a model with states of another size or several, other tokens, or too few layers."""
+        hidden, start = target.head_rows([0]).shape[1], torch.zeros(1, dtype=torch.long, device=target.device)
+        if (line := target.embed(start, start).shape[1]) != hidden:
+            raise self.files.refusal(f"a token of the model has {line // hidden} states between layers; drafters that "
+                                     "read states are run beside models with one")
         for what, own, found in (("states of {} numbers", self.target_hidden, hidden),
-                                 ("{} tokens", self.vocabulary, vocabulary)):
+                                 ("{} tokens", self.vocabulary, target.vocab_size)):
             if own != found:
                 raise self.files.refusal(f"it is for a model with {what.format(own)}; this one has {found}")
-        self.taps(num_layers)
+        self.taps(target.num_layers)
 
     @cached_property
     def names(self) -> Sequence[int]:

@@ -48,7 +48,7 @@ class DFlashHead:
     """
 
     def __init__(self, target: ModelRunner, drafter: DFlashCheckpoint) -> None:
-        drafter.check(target.head_rows([0]).shape[1], target.vocab_size, target.num_layers)
+        drafter.check(target)
         self.taps, self.guesses, self._block = drafter.taps(target.num_layers), drafter.guesses, drafter.block
         self.state_size = drafter.states * drafter.target_hidden
         self.names, self.whole, self.vocabulary = drafter.names, drafter.whole, target.vocab_size

@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from shoal.model.packed.shape import Shape
 from shoal.model.packed.source import TensorSource
+from shoal.model.runner import ModelRunner
 from shoal.speculative.drafter_files import DrafterFiles
 from shoal.speculative.layers_checkpoint import LayersCheckpoint
 
@@ -88,11 +89,11 @@ class DFlashCheckpoint(LayersCheckpoint):
         return self.files.size("fc.weight")[1] // self.target_hidden
 
     @override
-    def check(self, hidden: int, vocabulary: int, num_layers: int) -> None:
-        super().check(hidden, vocabulary, num_layers)
+    def check(self, target: ModelRunner) -> None:
+        super().check(target)
         told = self.files.config.get("num_target_layers")
-        if told not in (None, num_layers):
-            raise self.files.refusal(f"it is for a model of {told} layers; this one has {num_layers}")
+        if told not in (None, target.num_layers):
+            raise self.files.refusal(f"it is for a model of {told} layers; this one has {target.num_layers}")
 
     @override
     def taps(self, num_layers: int) -> tuple[int, ...]:
