@@ -38,8 +38,7 @@ IDS = [prompt(40, 1), prompt(60, 2), prompt(50, 3)]
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     """In a process whose size does not wander, and in which nothing is estimated."""
-    for module in (limits, footprints):
-        monkeypatch.setattr(module, "resident", lambda: PROCESS)
+    monkeypatch.setattr(footprints, "resident", lambda: PROCESS)
     monkeypatch.setattr(footprints, "_work", lambda *_: 0)
     return Engine(NATIVE.runner("llama"))
 

@@ -19,7 +19,6 @@ from shoal.engine.memory.footprint import Footprint, choosing_bytes, footprint, 
 from shoal.engine.memory.shorter import amount, guesses, shorter
 from shoal.engine.request import Request
 from shoal.errors import OutOfMemory
-from shoal.heap import give_back, resident
 from shoal.methods import make
 from shoal.methods.base import Method
 
@@ -138,8 +137,7 @@ class MemoryLimit:
 
     def for_seqs(self, engine: LoadedModel, prefill_chunk: int) -> int:
         """Bytes left for a scheduler's sequences and what it keeps of earlier prompts; OutOfMemory where none are."""
-        give_back()
-        used = resident() or 0
+        used = standing()
         left = self.usable - used - work_bytes(engine, prefill_chunk, engine.runner.max_positions or prefill_chunk)
         if left <= 0:
             raise OutOfMemory(
@@ -150,8 +148,7 @@ class MemoryLimit:
 
     def check_weights(self, what: str, size: int) -> None:
         """Refuse a model, or part of one, whose `size` bytes would not fit beside the process, before they are read."""
-        give_back()
-        used = resident() or 0
+        used = standing()
         if used + size > self.usable:
             raise OutOfMemory(
                 f"memory of {shown(int(self.memory))} for {what}",

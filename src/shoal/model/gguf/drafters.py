@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -35,6 +36,13 @@ _REMEDY = "Name another drafter, or this one's safetensors"
 
 def kind_of(path: str | Path) -> str:
     """What kind of drafter a GGUF file has, named after its method; raises as `opened`."""
+    found = Path(path).stat()
+    return _kind(str(path), found.st_mtime_ns, found.st_size)
+
+
+@lru_cache(maxsize=64)
+def _kind(path: str, changed: int, size: int) -> str:
+    """Kept as long as the file stays as it is: every request asks, and headers have all tokens of the model."""
     return _form(Metadata(read_header(path))).kind
 
 

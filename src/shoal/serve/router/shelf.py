@@ -299,18 +299,21 @@ class Shelf:
         least = one.size or await asyncio.to_thread(self._loader.least, one.listed)
         self._loader.check(one.listed, least)  # before others make room for it
         await self._make_room(one, least)
-        while True:
-            held = None
-            try:
-                held = await asyncio.to_thread(self._loader.load, one.listed)
-                await self._make_room(one, held.nbytes)
-                await asyncio.to_thread(held.start)
-                return held
-            except OutOfMemory:
-                if not self._in_memory():
-                    raise
-            del held
+        while (held := await self._attempt(one)) is None:
             await self._unload_first()
+        return held
+
+    async def _attempt(self, one: Shelved) -> Any | None:
+        """A model, ready for requests; None where the process has grown, so that it does not fit beside others."""
+        try:
+            held = await asyncio.to_thread(self._loader.load, one.listed)
+            await self._make_room(one, held.nbytes)
+            await asyncio.to_thread(held.start)
+        except OutOfMemory:
+            if not self._in_memory():
+                raise
+            return None
+        return held
 
     def _in_memory(self) -> list[Shelved]:
         """The models in memory."""
