@@ -132,7 +132,6 @@ def test_a_checkpoint_s_several_layers_are_found(tmp_path: Path, family: str, st
 def test_kv_of_several_layers_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     engines = [with_layer(Engine(NATIVE.runner("llama")), "llama", count) for count in (1, 3)]
     monkeypatch.setattr(limits, "standing", lambda: PROCESS)
-    monkeypatch.setattr(limits, "resident", lambda: PROCESS)
     request = Request.from_options({"method": "mtp", "max_new_tokens": 20})
     first, three = (MemoryLimit("1GiB").plan(engine, [prompt(40, 1)], request).sizes.drafts for engine in engines)
     head = engines[0].info().mtp()
@@ -199,7 +198,6 @@ def test_its_kv_counts_and_it_is_loaded_before_memory_is_planned(monkeypatch: py
     engine = with_layer(Engine(NATIVE.runner("llama")), "llama")
     loaded: list[bool] = []
     monkeypatch.setattr(limits, "standing", lambda: loaded.append(MtpHead in engine._memory) or PROCESS)
-    monkeypatch.setattr(limits, "resident", lambda: PROCESS)
     request = Request.from_options({"method": "mtp", "max_new_tokens": 20})
     found = MemoryLimit("1GiB").plan(engine, [prompt(40, 1)], request)
     head = engine.info().mtp()
@@ -225,7 +223,7 @@ def test_a_layer_that_the_limit_does_not_hold_stays_in_its_file(monkeypatch: pyt
     engine = with_layer(Engine(NATIVE.runner("llama")), "llama")
     own = 2 * engine.runner.weights.nbytes // engine.runner.num_layers
     engine.limit = MemoryLimit("1GiB")
-    monkeypatch.setattr(limits, "resident", lambda: engine.limit.usable - own + 1)  # type: ignore[union-attr]
+    monkeypatch.setattr(limits, "standing", lambda: engine.limit.usable - own + 1)  # type: ignore[union-attr]
     with pytest.raises(OutOfMemory, match="for the model's layer for further tokens: its weights take"):
         engine.recipe(Mtp(), 16)
     judge = engine.recipe(Auto(), 16).proposer

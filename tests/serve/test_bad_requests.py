@@ -218,7 +218,7 @@ def test_branches_of_a_search_count_as_answers(server: Running) -> None:
 
 def test_what_can_never_fit_into_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under a limit of the whole process; requests that fit are still answered."""
-    monkeypatch.setattr(memory_limit, "resident", lambda: 1 << 30)
+    monkeypatch.setattr(memory_limit, "standing", lambda: 1 << 30)
     engine = tiny_engine()
     most = MemoryLimit("64GiB")
     room = 300 * sum(engine.runner.position_bytes)

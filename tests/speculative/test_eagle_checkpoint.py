@@ -264,7 +264,7 @@ def test_it_counts_under_a_limit_on_memory(folder: Path, monkeypatch: pytest.Mon
     assert made.kept_bytes == 4 * 3 * HIDDEN and made.second_runner is made.proposer.part.runner  # type: ignore
     engine = Engine(TORCH.runner("llama"))
     engine.limit = MemoryLimit("1GiB")
-    monkeypatch.setattr(limits, "resident", lambda: engine.limit.usable - 1000)  # type: ignore[union-attr]
+    monkeypatch.setattr(limits, "standing", lambda: engine.limit.usable - 1000)  # type: ignore[union-attr]
     with pytest.raises(OutOfMemory, match="for the drafter"):
         engine.recipe(Eagle(str(folder)), 16)
     assert isinstance(engine.recipe(Auto(), 16).proposer, Cautious)
