@@ -41,14 +41,13 @@ from shoal.engine.session import Session
 from shoal.errors import OutOfMemory, Unsupported, stays_here
 from shoal.methods import make
 from shoal.methods.base import check_distances, check_order, lost_kind
-from shoal.model.gguf.splits import further_beside
 from shoal.model.kv.cache import KVCache
 from shoal.model.lora.adapter import FittedAdapter
 from shoal.model.mtp import MtpLayer
 from shoal.model.packed.source import Source
 from shoal.model.runner import ModelRunner
 from shoal.speculative.cost.policy import Meter
-from shoal.speculative.drafter_files import is_gguf, stamp
+from shoal.speculative.drafter_files import stamp
 from shoal.speculative.layer_head import MtpHead
 from shoal.types import MaskedModel, ModelInfo, Result
 
@@ -84,6 +83,7 @@ class Engine:
         mtp: finds the layer for further tokens in the model's files; it returns None where they have none.
         family: the type of the model's config, such as "llama".
         form: says how the weights lie in the model's files.
+        files_beside: finds files beside the model's own that may be drafters for it.
         limit: the memory that the process may take; what cannot fit is refused before it starts. None for any.
         sampling: what the model's makers recommend for `Sampling`, where they say so. Commands and servers draw by it;
             see `shoal.engine.loading.generation_config`.
@@ -112,6 +112,7 @@ class Engine:
         self.sampling: Mapping[str, float] = {}
         self.sampling_from = self.unpacked = self.family = ""
         self.form: Callable[[], FileForm] = FileForm
+        self.files_beside: Callable[[], Sequence[Path]] = tuple
         self.adapters: dict[str, FittedAdapter] = {}
         self.adapter = ""
         self._turn: AbstractContextManager[bool] = threading.RLock()
@@ -134,7 +135,7 @@ class Engine:
             shows_queries=self.runner.shows_queries, keeps_threads=self.runner.keeps_threads, tokenizer=self.tokenizer,
             draft_engine=self._draft_models, tensors=self._tensors, fingerprint=lambda: self.fingerprint,
             memory=self._memory, changes=self.changes, masked=self.masked, free=self.ranks.size == 1,
-            mtp=self._beside, beside=self._files_beside, drafter=self._drafter,
+            mtp=self._beside, beside=self.files_beside, drafter=self._drafter,
         )
 
     def _beside(self) -> MtpHead | None:
@@ -151,11 +152,6 @@ class Engine:
             self._memory[MtpHead] = None if layer is None else MtpHead(self.runner, layer)
         found: MtpHead | None = self._memory[MtpHead]
         return found
-
-    def _files_beside(self) -> Sequence[Path]:
-        """Files in the folder of the model's own that may be drafters for it."""
-        own = Path(self.model_name)
-        return further_beside(own.parent) if is_gguf(own) else ()
 
     def _drafter(self, folder: str) -> Any:
         """The drafter of another tool in a folder, made once for files as they are.

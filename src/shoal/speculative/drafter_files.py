@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.errors import Unsupported
+from shoal.model.gguf.header import is_gguf
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -71,11 +72,6 @@ def is_drafter(folder: str | Path) -> bool:
     """Whether it is a GGUF file, or a folder with a drafter of another tool, not a part that Shoal has trained."""
     place, names = Path(folder), (*_SAFE, _HEADS, *_PICKLED)
     return is_gguf(place) or ((place / CONFIG).is_file() and any((place / name).is_file() for name in names))
-
-
-def is_gguf(place: str | Path) -> bool:
-    """Whether it is a GGUF file, by its name."""
-    return Path(place).suffix.lower() == ".gguf" and Path(place).is_file()
 
 
 def stamp(folder: str) -> tuple[Any, ...]:

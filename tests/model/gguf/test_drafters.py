@@ -58,7 +58,7 @@ def test_an_assistant_beside_the_model_is_found(tmp_path: Path) -> None:
     with pytest.raises(Unsupported, match="no layer for further tokens"):
         shoal.load(str(model), dtype="float32").generate([5, 6, 7, 8], method="mtp", max_new_tokens=4)
     shutil.copy(FILES["mtp"][1], tmp_path)
-    engine = shoal.load(str(model), dtype="float32")
+    engine = shoal.load(str(tmp_path), dtype="float32")  # by the folder, as by any name
     plain, found, named = (engine.generate([5, 6, 7, 8], max_new_tokens=16, method=one) for one in (
         "full", Mtp(stop=0.0), Mtp(part=str(FILES["mtp"][1]), stop=0.0)))
     assert found.tokens == named.tokens == plain.tokens

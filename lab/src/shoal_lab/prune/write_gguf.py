@@ -19,12 +19,11 @@ from typing import Any
 import numpy as np
 
 from shoal.engine.loading.checkpoint import NOTE
-from shoal.engine.loading.gguf_checkpoint import is_gguf
 from shoal.errors import Unsupported, needs
 from shoal.model.config import widths_of, with_widths
 from shoal.model.gguf.config import config_of
 from shoal.model.gguf.file import GgufFile
-from shoal.model.gguf.header import GgmlType
+from shoal.model.gguf.header import GgmlType, is_gguf
 from shoal.model.gguf.metadata import Metadata
 from shoal.model.gguf.source import GgufSource
 from shoal.model.transform import DropLayers, NarrowMLPs

@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.engine.loading.gguf_checkpoint import is_gguf
 from shoal.model.gguf.blocks import Blocks
-from shoal.model.gguf.header import GgmlType, TensorInfo
+from shoal.model.gguf.header import GgmlType, TensorInfo, is_gguf
 from shoal.model.gguf.splits import only_model, read_whole
 from shoal.model.packed.source import FileSource, Source, has_safetensors
 

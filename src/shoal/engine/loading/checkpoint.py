@@ -15,12 +15,13 @@ from torch import Tensor
 
 from shoal.engine.loading.form import FileForm, of_tensors
 from shoal.engine.loading.generation_config import DRAWING, of_file, recommended
-from shoal.engine.loading.gguf_checkpoint import GgufCheckpoint, Spoken, is_gguf, spoken_by
+from shoal.engine.loading.gguf_checkpoint import GgufCheckpoint, Spoken, spoken_by
 from shoal.errors import LAB_INSTALL, Unsupported, told_by_transformers
 from shoal.hub.names import entry_of
 from shoal.hub.places import find
 from shoal.model.config import WIDTHS, check_sizes
-from shoal.model.gguf.splits import only_model
+from shoal.model.gguf.header import is_gguf
+from shoal.model.gguf.splits import further_beside, only_model
 from shoal.model.lora.adapter import Place, place_in_layers
 from shoal.model.modules import check_loading_info, check_quantised, class_of, loaded, quantised_by
 from shoal.model.mtp import MtpLayer, mtp_of
@@ -266,6 +267,10 @@ class Checkpoint:
         places = (self.weights, *(() if self._gguf is None else (self._gguf.beside,)))
         sources = (source for place in places if (source := place()) is not None)
         return next((layer for source in sources if (layer := mtp_of(self.config(), source)) is not None), None)
+
+    def files_beside(self) -> list[Path]:
+        """Files beside its own that predict further tokens and may be drafters for it; none where it was changed."""
+        return [] if self._gguf is None or self.changed is not None else further_beside(self._gguf.path.parent)
 
     def _folder(self) -> Path:
         if Path(self.place).is_dir():

@@ -28,7 +28,6 @@ from shoal.model.gguf.splits import further_beside
 from shoal.model.lora.adapter import Place
 from shoal.model.modules import check_loading_info, expected, loaded, refuse
 
-_MAGIC = b"GGUF"
 _COUNTS = ("embedding_length", "feed_forward_length", "vocab_size", "attention.head_count", "attention.head_count_kv",
            "expert_count")
 _NEXT = ".nextn."
@@ -187,15 +186,6 @@ def spoken_by(tokenizer: Any) -> Spoken:
     if tokenizer is None:
         return Spoken()
     return Spoken(getattr(tokenizer, "chat_template", None), tokenizer.get_vocab(), tokenizer)
-
-
-def is_gguf(path: Path) -> bool:
-    """Whether a file begins as GGUF files do, whatever its name."""
-    try:
-        with path.open("rb") as file:
-            return file.read(len(_MAGIC)) == _MAGIC
-    except OSError:
-        return False
 
 
 def modules_of(file: GgufFile, config: Any, dtype: torch.dtype) -> Any:

@@ -167,7 +167,7 @@ def _engine(
     if files is not None:
         made.sampling, made.sampling_from = files.sampling(generation)
         made.changed, made.changes = files.changed, files.changes
-        made.mtp, made.form = files.mtp, files.form
+        made.mtp, made.form, made.files_beside = files.mtp, files.form, files.files_beside
     return made
 
 

@@ -174,6 +174,15 @@ class Header:
     data_offset: int
 
 
+def is_gguf(path: str | os.PathLike[str]) -> bool:
+    """Whether a file begins as GGUF files do, whatever its name."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(len(_MAGIC)) == _MAGIC
+    except OSError:
+        return False
+
+
 def read_header(path: str | os.PathLike[str]) -> Header:
     """Read the header of a GGUF file.
 
