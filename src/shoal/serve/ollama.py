@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from datetime import datetime, timezone
 from functools import cached_property
@@ -80,8 +79,7 @@ class OllamaRoutes:
         """What is known about the model."""
         given = read(await request.body())
         name = self._known(given.get("model") or given.get("name"))
-        facts = await asyncio.to_thread(ModelFacts.of_engine, self._engine)
-        return facts.show(name, self._made, self._parent(name))
+        return self._facts.show(name, self._made, self._parent(name))
 
     def _parent(self, name: str) -> str:
         return "" if name == self._name else self._name

@@ -67,6 +67,10 @@ class TokenRoutes:
         self._engine, self._tokenizer = scheduler.engine, scheduler.engine.tokenizer
 
     @cached_property
+    def _facts(self) -> ModelFacts:
+        return ModelFacts.of_engine(self._engine)  # which lists all tokens
+
+    @cached_property
     def _bytes(self) -> TokenBytes:
         return TokenBytes(self._tokenizer)
 
@@ -151,7 +155,7 @@ class TokenRoutes:
         """The model, the server's defaults, and what is known about the model's layers."""
         card = self._engine.card
         return {
-            **ModelFacts.of_engine(self._engine).props(self._settings.model_name),
+            **self._facts.props(self._settings.model_name),
             "total_slots": self._scheduler.max_seqs,
             "card": {"layer_scores": {kind: list(found) for kind, found in card.layer_scores.items()},
                      "order": card.order, "bears": card.bears, "skips": card.skips, "origin": card.origin},

@@ -163,9 +163,9 @@ class ModelLoader:
         method = self._settings.method if listed.method is None else listed.method
         adapters = tuple(one.name for one in listed.adapters)
         settings = replace(self._settings, model_name=listed.name, adapters=adapters, method=method)
-        now, engine = stamp(listed), self._making.engine(listed)
+        engine = self._making.engine(listed)
         engine.share_turns(self._turns)
-        self._facts[listed.name] = now, ModelFacts.of_engine(engine)
+        _read_once(self._facts, listed, lambda _: ModelFacts.of_engine(engine))
         held = ModelInMemory(engine, settings, self._making, self.budget, self.metrics, self._made)
         if self._alone:
             self.budget.base = max(self.budget.base, standing() - held.own)
