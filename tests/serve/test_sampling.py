@@ -10,7 +10,6 @@ import httpx
 import pytest
 
 from serving import MODEL, Running, serving
-from shoal.engine.engine import Engine
 from tool_tokenizer import speaking
 
 PLAIN = {"model": MODEL, "prompt": "Some words", "max_tokens": 12}
@@ -24,11 +23,13 @@ def server() -> Iterator[Running]:
         yield running
 
 
-@pytest.fixture
-def makers(server: Running) -> Iterator[Engine]:
-    server.engine.sampling, server.engine.sampling_from = MAKERS, "files"
-    yield server.engine
-    server.engine.sampling, server.engine.sampling_from = {}, ""
+@pytest.fixture(scope="module")
+def makers() -> Iterator[Running]:
+    """A server of a model whose makers recommend MAKERS."""
+    engine = speaking()
+    engine.sampling, engine.sampling_from = MAKERS, "files"
+    with serving(engine) as running:
+        yield running
 
 
 def ask(server: Running, body: dict[str, Any], path: str = "completions", **more: Any) -> dict[str, Any]:
@@ -66,12 +67,12 @@ def test_a_seed_is_one_for_all_answers_of_a_request(server: Running) -> None:
     assert [choice["text"] for choice in again["choices"]] == [choice["text"] for choice in first["choices"]]
 
 
-def test_the_models_makers_are_followed(server: Running, makers: Engine) -> None:
-    assert ask(server, PLAIN)["metrics"]["sampling"] == MAKERS
-    assert ask(server, PLAIN, seed=5)["metrics"]["sampling"] == MAKERS
-    assert ask(server, PLAIN, temperature=0.9)["metrics"]["sampling"] == {**MAKERS, "temperature": 0.9}
-    assert ask(server, PLAIN, top_p=1.0)["metrics"]["sampling"] == {"temperature": 0.6, "top_k": 20}
-    props = httpx.get(f"{server.url}/props").json()
+def test_the_models_makers_are_followed(makers: Running) -> None:
+    assert ask(makers, PLAIN)["metrics"]["sampling"] == MAKERS
+    assert ask(makers, PLAIN, seed=5)["metrics"]["sampling"] == MAKERS
+    assert ask(makers, PLAIN, temperature=0.9)["metrics"]["sampling"] == {**MAKERS, "temperature": 0.9}
+    assert ask(makers, PLAIN, top_p=1.0)["metrics"]["sampling"] == {"temperature": 0.6, "top_k": 20}
+    props = httpx.get(f"{makers.url}/props").json()
     assert props["default_generation_settings"]["params"] == MAKERS
     assert props["default_generation_settings"]["params_from"] == "files"
 
@@ -84,14 +85,14 @@ def test_what_is_asked_for_without_recommendations(server: Running) -> None:
     assert props["default_generation_settings"]["params_from"] == "default"
 
 
-def test_temperature_0_is_greedy(server: Running, makers: Engine) -> None:
-    expected = server.engine.generate("Some words", max_new_tokens=12).text
-    assert text(ask(server, PLAIN, temperature=0)) == text(ask(server, PLAIN, temperature=0, seed=5)) == expected
+def test_temperature_0_is_greedy(makers: Running) -> None:
+    expected = makers.engine.generate("Some words", max_new_tokens=12).text
+    assert text(ask(makers, PLAIN, temperature=0)) == text(ask(makers, PLAIN, temperature=0, seed=5)) == expected
 
 
-def test_responses_say_what_was_used(server: Running, makers: Engine) -> None:
+def test_responses_say_what_was_used(makers: Running) -> None:
     body = {"model": MODEL, "input": "Hi", "max_output_tokens": 4}
-    found = httpx.post(f"{server.url}/v1/responses", json=body, timeout=60).json()
+    found = httpx.post(f"{makers.url}/v1/responses", json=body, timeout=60).json()
     assert (found["temperature"], found["top_p"]) == (0.6, 0.8)
 
 
