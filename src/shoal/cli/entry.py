@@ -29,6 +29,7 @@ USUAL = {
     "run": "chat with a model by its name, as Ollama's command",
     "chat": "chat with a model in the terminal",
     "serve": "answer requests over HTTP, as OpenAI's API does",
+    "transcribe": "write down what is said in audio files",
     "pull": "fetch a model from the Hub by its name",
     "models": "list the models on this machine, those with short names, and what fits",
     "rm": "remove a model from the Hub's cache",

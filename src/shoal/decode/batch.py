@@ -119,12 +119,13 @@ class Batch:
         return min((mark for mark in (seq.known, *seq.marks) if mark > first), default=0)
 
     def _set_store(self, seq: RunningSequence, slots: Sequence[int] | None = None) -> None:
-        """Store the KV in the form that the recipe names, and let the sequence's adapter make it.
+        """Store the KV in the form that the recipe names, and let the sequence's adapter and source make it.
 
-        KV in another form, or of another adapter, is dropped and computed again.
+        KV in another form, or of another adapter or source, is dropped and computed again.
         """
         seq_id, store = seq.seq_id, seq.recipe.store
         self.cache.adapt(seq_id, seq.adapter)
+        self.cache.attach(seq_id, seq.source)
         if seq.recipe.alters_kv or self.cache.has_store(seq_id):
             self.cache.truncate(seq_id, 0)
             self.cache.set_store(seq_id, store, slots)

@@ -23,8 +23,13 @@ _HOLES = 2**26
 """Memory is returned after this many kept bytes, or a quarter of the limit: returning it takes milliseconds."""
 
 
-_Tenant = tuple[str, FittedAdapter | None]
-"""A salt, and the adapter with which the KV was made."""
+_Tenant = tuple[str, FittedAdapter | None, str]
+"""A salt, and the adapter and the name of the source with which the KV was made."""
+
+
+def _tenant(cache: KVCache, seq: int, salt: str) -> _Tenant:
+    source = cache.encoded[seq]
+    return salt, cache.adapters[seq], "" if source is None else source.name
 
 
 @dataclass(slots=True, eq=False)
@@ -40,7 +45,7 @@ class _Node:
 class Prefixes:
     """Keeps the most recently used texts, up to `limit` bytes; 0 keeps nothing.
 
-    Texts of one salt see no other's, and those of one adapter, or of none, no other's either.
+    Texts of one salt see no other's, and those of one adapter or source, or of none, no other's either.
 
     Attributes:
         limit: most bytes.
@@ -62,7 +67,7 @@ class Prefixes:
             How many positions it was given, 0 for none; and how many tokens are known, which is more where recurrent
             layers have no state of that length, or a window has moved on.
         """
-        path, known = self._find(prompt, (salt, cache.adapters[seq]))
+        path, known = self._find(prompt, _tenant(cache, seq, salt))
         known = min(known, len(prompt) - 1)
         pieces = [node.piece for node in path]
         length = usable(pieces, known) if path else 0
@@ -77,7 +82,7 @@ class Prefixes:
         """Keep a copy of what a sequence has stored and is not kept yet; `tokens` are at least those it stores."""
         if not self.limit:
             return
-        own, tenant = list(tokens[: cache.first_shallow(seq)]), (salt, cache.adapters[seq])
+        own, tenant = list(tokens[: cache.first_shallow(seq)]), _tenant(cache, seq, salt)
         path, known = self._find(own, tenant)
         seen = look(cache, seq, known)
         if seen is None:

@@ -41,6 +41,7 @@ from shoal.engine.session import Session
 from shoal.errors import OutOfMemory, Unsupported, stays_here
 from shoal.methods import make
 from shoal.methods.base import check_distances, check_order, lost_kind
+from shoal.model.encoder import Encoder
 from shoal.model.kv.cache import KVCache
 from shoal.model.lora.adapter import FittedAdapter
 from shoal.model.mtp import MtpLayer
@@ -90,6 +91,7 @@ class Engine:
         adapters: what runs beside the model for requests that name it, by name; see `add_adapter`.
         adapter: the one of them for requests that name none; "" for none.
         sampling_from: where that stands: "files", the address that the table of short names gives, or "" for nowhere.
+        encoder: reads a source, for models that have one; None for others. What it returns is a request's `source`.
         unpacked: why transformers' modules run, where Shoal's packed layers were wanted and do not fit; "" otherwise.
     """
 
@@ -115,6 +117,7 @@ class Engine:
         self.files_beside: Callable[[], Sequence[Path]] = tuple
         self.adapters: dict[str, FittedAdapter] = {}
         self.adapter = ""
+        self.encoder: Encoder | None = None
         self._turn: AbstractContextManager[bool] = threading.RLock()
         self._draft_models = None if open_model is None else DraftModels(self, open_model)
         self._tensors = TrainedTensors(runner.device)
@@ -334,15 +337,17 @@ class Engine:
         seed, adapter = self.ranks.agree(request.seed), self.fitted_adapter(request.adapter)
         rules = request.rules(self.eos_token_ids, self.runner.max_positions)
         stops = [StopState(rules, self.tokenizer, tokens) for tokens in ids]
+        sources = request.sources(len(ids), self.encoder is not None)
         forbid = request.forbids(rules, self.tokenizer, self.runner.vocab_size)
-        asked = zip(ids, stops, request.constraints(len(ids)), strict=True)
+        asked = zip(ids, stops, sources, request.constraints(len(ids)), strict=True)
         seqs = []
-        for number, (tokens, stop, wanted) in enumerate(asked):
+        for number, (tokens, stop, source, wanted) in enumerate(asked):
             bound = None if wanted is None else self.constraints(wanted, stop.room, tokens, patient)
             own = self._generation_processors(tokens, request.max_new_tokens)
             seqs.append(RunningSequence(
                 number=number, seq_id=number, tokens=list(tokens), prompt_length=len(tokens), stop=stop,
                 sampling=request.sampling, seed=seed, plan=recipe.plan, salt=request.cache_salt, adapter=adapter,
+                source=source,
                 marks=places_of_states(tokens, self._special) if self.runner.state_bytes else (),
                 recipe=recipe if bound is None else replace(recipe, constraint=bound),
                 processors=(*own, *forbid(len(tokens)), *request.logits_processor)))

@@ -19,6 +19,7 @@ from shoal.engine.constraints.monitor import Monitor
 from shoal.engine.messages import chat_text
 from shoal.errors import Unsupported, check_text
 from shoal.methods.base import Method
+from shoal.model.layers.cross_attention import Encoded
 from shoal.sandbox.template import rendered
 from shoal.types import Sampling
 
@@ -65,6 +66,7 @@ class Options(TypedDict, total=False):
     constraint: Any
     cache_salt: str
     adapter: str | None
+    source: Any
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,8 @@ class Request:
         cache_salt: a scheduler lets this request use what it keeps of prompts with the same salt, and of no others.
         adapter: the name of an adapter that `Engine.add_adapter` has added, which runs beside the model; "" for none,
             None for the engine's own choice.
+        source: what the engine's `encoder` made of the source that a text is about, or a list with one for each prompt;
+            None for models without an encoder.
 
     Raises:
         Unsupported: a constraint beside ignore_eos.
@@ -113,6 +117,7 @@ class Request:
     constraint: Constraint | Monitor | tuple[Constraint | Monitor | None, ...] | None = None
     cache_salt: str = ""
     adapter: str | None = None
+    source: Encoded | tuple[Encoded, ...] | None = None
 
     def __post_init__(self) -> None:
         wanted = self.constraint if isinstance(self.constraint, tuple) else (self.constraint,)
@@ -145,6 +150,8 @@ class Request:
             raise ValueError(f"cache_salt is {given['cache_salt']!r}; it must be text")
         if not isinstance(given.get("adapter", ""), str):
             raise ValueError(f"adapter is {given['adapter']!r}; it must be an adapter's name")
+        if isinstance(given.get("source"), list):
+            given["source"] = tuple(given["source"])
         request = cls(sampling=Sampling(**sampled), **given)
         if request.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {request.max_new_tokens}; it must be at least 1")
@@ -159,6 +166,25 @@ class Request:
         found = self.constraint if isinstance(self.constraint, tuple) else (self.constraint,) * prompts
         if len(found) != prompts:
             raise ValueError(f"constraint is a list of {len(found)} for {prompts} prompts; give one for each")
+        return found
+
+    def sources(self, prompts: int, wanted: bool) -> Sequence[Encoded | None]:
+        """The source of each prompt.
+
+        Args:
+            wanted: whether the model has an encoder.
+
+        Raises:
+            ValueError: there is none, or a list has more or fewer than `prompts`.
+            Unsupported: the model reads none.
+        """
+        found = self.source if isinstance(self.source, tuple) else (self.source,) * prompts
+        if not wanted and self.source is not None:
+            raise Unsupported("a source for a model without an encoder", "it reads text alone", "Leave source out")
+        if len(found) != prompts:
+            raise ValueError(f"source is a list of {len(found)} for {prompts} prompts; give one for each")
+        if wanted and not all(isinstance(one, Encoded) for one in found):
+            raise ValueError("the model has an encoder and reads a source; give source=engine.encoder(inputs)")
         return found
 
     def rules(self, eos: frozenset[int], max_length: int | None) -> StopRules:

@@ -20,6 +20,7 @@ from shoal.errors import Unsupported
 from shoal.model.kv.cache import KVCache
 from shoal.model.kv.form import KVSizes
 from shoal.model.kv.passing import PassingLayer
+from shoal.model.layers.cross_attention import Encoded
 from shoal.model.lora.adapter import Adapter, FittedAdapter
 from shoal.model.state.layer import StateLayer
 
@@ -443,6 +444,14 @@ def adapters_of(chunks: Sequence[SequenceChunk], cache: KVCache) -> list[FittedA
     if any(adapter is not None and chunk.experts is not None for adapter, chunk in zip(found, chunks, strict=True)):
         raise Unsupported("an adapter with a method that runs some of an MLP's neurons",
                           "it is for the whole MLP", "Use another method")
+    return found
+
+
+def encoded_of(chunk: SequenceChunk, cache: KVCache) -> Encoded:
+    """What an encoder made of the source of a chunk's sequence; ValueError if it has none."""
+    found = cache.encoded[chunk.seq]
+    if found is None:
+        raise ValueError(f"sequence {chunk.seq} has no source; a model with an encoder needs one. Give source=...")
     return found
 
 

@@ -22,6 +22,7 @@ from shoal.engine.memory.footprint import weights_on_disk
 from shoal.engine.memory.memory_limit import MemoryLimit
 from shoal.errors import OutOfMemory, Unsupported
 from shoal.model.config import layers_of, masked_of, parallel_token
+from shoal.model.encoder import ENCODERS, encoder_of
 from shoal.model.hf import HFRunner
 from shoal.model.packed import build as packed
 from shoal.model.packed.linear import Quant
@@ -230,9 +231,15 @@ def _from_files(
     if source is None:
         asked = ("backend 'hf'", 'Use backend="packed"') if backend == "hf" else ("weights", "Convert to safetensors")
         check_modules(config, *asked)
-    runner = "" if source is None else _pack(config, source, dtype, device, quant, backend)
+    encodes = config.model_type in ENCODERS
+    runner = "" if source is None else _pack(config, source, dtype, device, quant, "packed" if encodes else backend)
     if not isinstance(runner, str):
-        return _engine(runner, tokenizer, config, files.generation_config(), files.name, card, files)
+        made = _engine(runner, tokenizer, config, files.generation_config(), files.name, card, files)
+        made.encoder = None if source is None else encoder_of(config, source, runner, files.place)
+        return made
+    if encodes:
+        raise Unsupported(f"model type {config.model_type!r} on transformers' modules", "Shoal runs its decoder packed",
+                          'Use safetensors, and backend="packed"')
     with naming(lambda: (f"the model {files.name!r} in {dtype}", _SMALLER)):
         with in_transformers(config):
             model = files.model(dtype)
@@ -275,7 +282,7 @@ def _check_decoder(config: Any) -> None:
     if config.model_type in OF_LAB:
         why = "Shoal runs its blocks without the code that came with it"
         raise Unsupported(f"a loaded model of type {config.model_type!r}", why, "Give its folder or Hub id")
-    if getattr(config, "is_encoder_decoder", False):
+    if getattr(config, "is_encoder_decoder", False) and config.model_type not in ENCODERS:
         raise Unsupported(f"model type {config.model_type!r}", "it has an encoder", _DECODER_REMEDY)
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 

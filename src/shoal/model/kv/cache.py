@@ -20,6 +20,7 @@ from shoal.model.kv.layer import ENDLESS, KVLayer, oldest_seen
 from shoal.model.kv.lent import LentSlots
 from shoal.model.kv.memory import clear, together
 from shoal.model.kv.passing import PassingLayer
+from shoal.model.layers.cross_attention import Encoded
 from shoal.model.lora.adapter import FittedAdapter
 from shoal.model.state.layer import State, StateLayer, state_bytes
 
@@ -51,6 +52,7 @@ class KVCache:
         most_seqs: most sequences to make room for ahead; if free places take no memory, all are allocated at once.
         lends: whether the executor reads slots where they are kept for several sequences, see `LentSlots`.
         adapters: of each sequence, what runs beside the model on all of its tokens, or None.
+        encoded: of each sequence, what an encoder made of its source, or None.
         adapted: whether some sequence has one.
 
     Args:
@@ -73,6 +75,7 @@ class KVCache:
         self.most_seqs, self.lends = ENDLESS, False
         self._marks: list[int | None] = [None] * seqs
         self.adapters: list[FittedAdapter | None] = [None] * seqs
+        self.encoded: list[Encoded | None] = [None] * seqs
         self.adapted = False
 
     @property
@@ -101,6 +104,12 @@ class KVCache:
             self.truncate(seq, 0)
             self.adapters[seq] = adapter
             self._note_adapters()
+
+    def attach(self, seq: int, encoded: Encoded | None) -> None:
+        """Set what a sequence reads of a source; what was stored beside another one is forgotten."""
+        if self.encoded[seq] is not encoded:
+            self.truncate(seq, 0)
+            self.encoded[seq] = encoded
 
     def _note_adapters(self) -> None:
         self.adapted = any(adapter is not None for adapter in self.adapters)
@@ -183,6 +192,7 @@ class KVCache:
         self.positions = [self.positions[seq] for seq in order]
         self._marks = [self._marks[seq] for seq in order]
         self.adapters = [self.adapters[seq] for seq in order]
+        self.encoded = [self.encoded[seq] for seq in order]
         self._note_adapters()
         return order
 
@@ -197,6 +207,7 @@ class KVCache:
         self.positions.extend([0] * seqs)
         self._marks.extend([None] * seqs)
         self.adapters.extend([None] * seqs)
+        self.encoded.extend([None] * seqs)
 
     def fork(self, seq: int, count: int) -> range:
         """Add sequences that are exact copies of what `seq` has committed; returns their numbers."""
@@ -204,7 +215,7 @@ class KVCache:
         self.extend(count)
         for new in copies:
             self.positions[new], self._marks[new] = self.positions[seq], self._marks[seq]
-            self.adapters[new] = self.adapters[seq]
+            self.adapters[new], self.encoded[new] = self.adapters[seq], self.encoded[seq]
             for layer in self.layers:
                 layer.fork(seq, new)
         return copies

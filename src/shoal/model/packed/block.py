@@ -48,6 +48,22 @@ def attention(
     return _norm(out, layer.attention_out_norm, shape.eps) * (shape.residual_scale * shape.out_scales[0])
 
 
+def cross_attention(
+    x: Tensor, layer: Layer, shape: Shape, dtype: torch.dtype, attend: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """What attention to an encoder's states adds to the residual stream `x` [T, hidden].
+
+    Args:
+        attend: maps q [T, heads, head_dim] to outputs of that shape.
+    """
+    cross = layer.cross
+    assert cross is not None
+    normed = _norm(x, cross.norm, shape.eps, cross.norm_bias).to(dtype)
+    q = applied(cross.query, normed, cross.query_bias).view(len(x), shape.heads, -1)
+    mixed = attend(q).reshape(len(x), -1)
+    return applied(cross.out, mixed, cross.out_bias).to(x.dtype) * shape.residual_scale
+
+
 def kept(x: Tensor, norm: Tensor | None, shape: Shape, part: int) -> Tensor:
     """What a sublayer adds to: the stream `x`, or its normed inputs, times their factor, which is number `part`."""
     return x if shape.kept is None else _norm(x, norm, shape.eps) * shape.kept[part]

@@ -152,6 +152,16 @@ def _opt(text: Any) -> Fields:
             "norm_eps": 1e-5, "learned_positions": (2, text.max_position_embeddings), "rope_parameters": {}}
 
 
+def _whisper(text: Any) -> Fields:
+    """Its decoder; the names of its config are those of its encoder."""
+    return {**_ALL, "unbiased": ("k_proj",), "num_hidden_layers": text.decoder_layers,
+            "num_attention_heads": text.decoder_attention_heads,
+            "num_key_value_heads": text.decoder_attention_heads, "intermediate_size": text.decoder_ffn_dim,
+            "hidden_act": text.activation_function, "norm_eps": 1e-5, "rope_parameters": {},
+            "learned_positions": (0, text.max_target_positions), "max_position_embeddings": text.max_target_positions,
+            "embedding_multiplier": text.d_model**0.5 if text.scale_embedding else 1.0}
+
+
 def _persimmon(text: Any) -> Fields:
     return {**_ALL, "qkv_order": "heads", "num_key_value_heads": text.num_attention_heads,
             "head_norm_parts": _normed(text, "weight", "bias")}
@@ -240,7 +250,7 @@ def rows_of(order: Order, heads: int, kv_heads: int, size: int) -> Tensor | None
 _FIELDS: Mapping[str, Callable[[Any], Fields]] = MappingProxyType({
     "phi": _phi, "starcoder2": _starcoder2, "gpt2": _gpt2, "gpt_bigcode": _gpt_bigcode, "gpt_neo": _gpt_neo,
     "gpt_neox": _gpt_neox, "falcon": _falcon, "cohere": _cohere, "cohere2": _cohere,
-    "cohere2_moe": _cohere2_moe, "stablelm": _stablelm, "opt": _opt,
+    "cohere2_moe": _cohere2_moe, "stablelm": _stablelm, "opt": _opt, "whisper": _whisper,
     "persimmon": _persimmon, "nemotron": _nemotron, "olmo": _olmo, "bloom": _bloom, "mpt": _mpt, "gptj": _gptj,
     "codegen": _codegen, "phimoe": lambda text: {"head_biased": text.lm_head_bias},
     "dbrx": _dbrx,

@@ -27,6 +27,7 @@ class Norms:
     mlp: str | None = "post_attention_layernorm"
     attention_out: str | None = None
     mlp_out: str | None = None
+    cross: str | None = None
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,9 @@ class LayerKind:
         mixers: at most one of them is a recurrence.
         gated_mlp: whether a gated MLP follows them, beside experts if there are any.
         plain_mlp: whether an MLP without a gate does.
-        norms: of the mixers, all together, and of the MLP.
+        norms: of the mixers, all together, of the MLP, and of attention to an encoder's states.
         experts: whether experts follow them, see `shoal.model.packed.experts`.
+        crosses: whether attention to what an encoder made follows the mixers, before the feed-forward.
         reads: the type of the layers of which it reads the last one before it: keys and values for attention, which
             then has none of its own, or the memory of a recurrence at the same token. None for a layer by itself.
     """
@@ -49,6 +51,7 @@ class LayerKind:
     reads: str | None = None
     plain_mlp: bool = False
     experts: bool = False
+    crosses: bool = False
 
     @property
     def has_mlp(self) -> bool:
@@ -79,7 +82,8 @@ class Names:
         embedding, final_norm: below the root.
         layers: below the root, before a layer's number.
         positions, embedding_norm: below the root: the table of learned positions, and the norm of embeddings, or None.
-        attention, mlp, mixer: of the sublayers, with the dot; mixer is the recurrence.
+        attention, mlp, mixer, cross: of the sublayers, with the dot; mixer is the recurrence, cross the attention to
+            an encoder's states.
         qkv, out, head_norms: below attention: the matrix that has q, k and v, its output projection, and the norms of
             q and k.
         gate: below attention, the matrix of its gates; None where they lie among the rows of q.
@@ -94,6 +98,7 @@ class Names:
     attention: str = "self_attn."
     mlp: str = "mlp."
     mixer: str = ""
+    cross: str = "encoder_attn."
     qkv: str = "qkv_proj"
     out: str = "o_proj"
     head_norms: tuple[str, str] = ("q_norm", "k_norm")
@@ -271,6 +276,12 @@ def _classic(names: Names, *, gated: bool = False, **more: Any) -> ModelKind:
     return ModelKind(MappingProxyType({"": kind}), names, layer_norms=True, **more)
 
 
+def _crossing(kind: ModelKind, norms: Norms) -> ModelKind:
+    """The same layers with attention to an encoder's states."""
+    layers = {name: replace(layer, crosses=True) for name, layer in kind.layers.items()}
+    return replace(kind, layers=MappingProxyType(layers), norms_of=lambda _: norms)
+
+
 def _falcon_norms(text: Any) -> Norms:
     """Falcon-40B has two norms side by side, Falcon-7B one for both, Falcon-RW two after one another."""
     if not text.parallel_attn:
@@ -285,6 +296,8 @@ _GPT2_NORMS = Norms("ln_1", "ln_2")
 _BLOCKS = Names("word_embeddings", "ln_f", "h", attention="self_attention.", qkv="query_key_value", out="dense",
                 gate_up=("", "dense_h_to_4h"), down="dense_4h_to_h")
 _NEOX = replace(_BLOCKS, embedding="embed_in", final_norm="final_layer_norm", layers="layers", attention="attention.")
+_OPT = _classic(Names(final_norm="final_layer_norm", positions="embed_positions", out="out_proj", mlp="", gate_up=_MLP,
+                      down="fc2"), norms_of=lambda _: Norms("self_attn_layer_norm", "final_layer_norm"))
 _COHERE = _classic(Names(), gated=True, norm_parts=("weight",), norms_of=lambda text: _ONE)
 CLASSICS: Mapping[str, ModelKind] = MappingProxyType({
     "phi": _classic(Names(final_norm="final_layernorm", out="dense", head_norms=("q_layernorm", "k_layernorm"),
@@ -298,9 +311,9 @@ CLASSICS: Mapping[str, ModelKind] = MappingProxyType({
     **dict.fromkeys(("cohere", "cohere2"), _COHERE),
     "stablelm": _classic(Names(head_norms=("q_layernorm", "k_layernorm")), gated=True,
                          norms_of=lambda text: _ONE if text.use_parallel_residual else Norms()),
-    "opt": _classic(Names(final_norm="final_layer_norm", positions="embed_positions", out="out_proj", mlp="",
-                          gate_up=_MLP, down="fc2"),
-                    norms_of=lambda text: Norms("self_attn_layer_norm", "final_layer_norm")),
+    "opt": _OPT,
+    "whisper": _crossing(replace(_OPT, names=replace(_OPT.names, final_norm="layer_norm")), Norms(
+        "self_attn_layer_norm", "final_layer_norm", cross="encoder_attn_layer_norm")),
     "persimmon": _classic(replace(_NEOX, embedding="embed_tokens", final_norm="final_layernorm",
                                   attention="self_attn.", head_norms=("q_layernorm", "k_layernorm"))),
     "nemotron": _classic(Names()),

@@ -44,6 +44,7 @@ from shoal.model.runner import (
     SequenceChunk,
     Start,
     adapters_of,
+    encoded_of,
     greedy,
     lay_vectors,
     mark_shallow,
@@ -220,6 +221,8 @@ class NativeRunner(PackedRunner):
         if cache.adapted:
             adapters = cast("list[native.NativeAdapter | None]", adapters_of(chunks, cache))
             more["adapters"] = [one for one, chunk in zip(adapters, chunks, strict=True) for _ in chunk.tokens]
+        if self.shape.crosses:
+            more["sources"] = {chunk.seq: encoded_of(chunk, cache) for chunk in chunks}
         if start is not None:
             more["vectors"] = _vectors(start.hidden, chunks)
             more["beside"] = None if start.beside is None else _vectors(start.beside, chunks)

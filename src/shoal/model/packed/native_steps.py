@@ -18,13 +18,14 @@ from torch import Tensor
 
 from shoal.model.kv.cache import KVCache
 from shoal.model.kv.layer import KVLayer
+from shoal.model.layers.cross_attention import Encoded
 from shoal.model.lora.adapter import FittedAdapter
 from shoal.model.packed import native
 from shoal.model.packed.native.library import BatchStruct, StepsStruct
 from shoal.model.packed.native.spans import put_spans
 from shoal.model.packed.native_states import NativeStates
 from shoal.model.packed.shape import Shape
-from shoal.model.runner import SequenceChunk, adapters_of
+from shoal.model.runner import SequenceChunk, adapters_of, encoded_of
 
 
 class PlainSteps:
@@ -46,6 +47,7 @@ class PlainSteps:
         self._seqs: list[int] = []
         self._layers: tuple[int, ...] = ()
         self._adapters: list[FittedAdapter | None] | None = None
+        self._sources: dict[int, Encoded] | None = None
         self._kv: native.KVBinding | None = None
         self._struct: BatchStruct | None = None
         self._table: Array[c_void_p] = (c_void_p * 0)()
@@ -86,11 +88,15 @@ class PlainSteps:
             return None
         kv = bind(cache)
         adapters = adapters_of(chunks, cache) if cache.adapted else None
-        if kv is not self._kv or seqs != self._seqs or layers != self._layers or adapters != self._adapters:
+        sources = {chunk.seq: encoded_of(chunk, cache) for chunk in chunks} if self._shape.crosses else None
+        same = seqs == self._seqs and layers == self._layers and sources == self._sources
+        if kv is not self._kv or not same or adapters != self._adapters:
             self._struct = self._written(len(seqs), seqs, layers, kv)
             if adapters is not None:
                 native.put_adapters(self._struct, cast("list[native.NativeAdapter | None]", adapters))
-            self._seqs, self._layers, self._kv, self._adapters = seqs, layers, kv, adapters
+            if sources is not None:
+                self._decoder.crossing.put_into(self._struct, seqs, sources)
+            self._seqs, self._layers, self._kv, self._adapters, self._sources = seqs, layers, kv, adapters, sources
         assert self._struct is not None
         self._fill(self._struct, [chunk.tokens[0] for chunk in chunks], positions, read)
         begun = None if self._states is None else self._states.begin_step(self._table, layers, stores, seqs)

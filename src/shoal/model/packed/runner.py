@@ -35,6 +35,7 @@ from shoal.model.runner import (
     Start,
     adapters_of,
     check_readers,
+    encoded_of,
     lay_vectors,
     mark_shallow,
     opened_in,
@@ -257,6 +258,9 @@ class _Pass:
             for part in parts:
                 x = x + part
             x = block.joined(x, entered, weights, runner.shape, runner.dtype)
+            if kind.crosses:
+                x = x + block.cross_attention(x, weights, runner.shape, runner.dtype,
+                                              lambda q: self._cross(layer, piece, q))
             if not kind.mixers:
                 self.cache.layers[layer].count([chunk.seq for chunk in self.chunks], piece.counts)
         if piece.part != "attention" and kind.feeds:
@@ -344,6 +348,17 @@ class _Pass:
         split = ([None] * len(counts) if one is None else one.split(counts) for one in (q, k, v))
         parts = zip(self.chunks, piece.first, piece.last, *split, strict=True)
         return torch.cat([self._attend_seq(layer, *part) for part in parts if part[2] > part[1]])
+
+    def _cross(self, layer: int, piece: LayerWork, q: Tensor) -> Tensor:
+        """Attention of each chunk's tokens [T, heads, head_dim] to what an encoder made of its sequence's source."""
+        parts = zip(self.chunks, q.split(piece.counts), strict=True)
+        return torch.cat([self._cross_seq(layer, chunk, own) for chunk, own in parts if len(own)])
+
+    def _cross_seq(self, layer: int, chunk: SequenceChunk, q: Tensor) -> Tensor:
+        source = encoded_of(chunk, self.cache)
+        keys, values = (side[layer][None].to(q.dtype) for side in (source.keys, source.values))
+        queries = q.transpose(0, 1)[None]
+        return block.scaled_attention(queries, keys, values, self.runner.shape, None)[0].transpose(0, 1)
 
     def _attend_seq(
         self, layer: int, chunk: SequenceChunk, first: int, last: int, q: Tensor, k: Tensor | None, v: Tensor | None

@@ -258,6 +258,11 @@ class Shape:
         return self.kinds[layer] if self.kinds else _PLAIN
 
     @property
+    def crosses(self) -> bool:
+        """Whether layers attend to what an encoder made of a source."""
+        return any(kind.crosses for kind in self.kinds)
+
+    @property
     def differential(self) -> bool:
         """Whether attention is differential; then all of it is."""
         return any("differential_attention" in kind.mixers for kind in self.kinds)
@@ -277,7 +282,7 @@ class Shape:
         whole = whole and not (self.sizes or self.value_norms or self.layer_scales or self.layer_input)
         whole = whole and not (self.unit_heads or self.warmth or self.streams or self.cutoffs or self.sub_norms)
         whole = whole and not any(isinstance(one, Chunk) for one in self.windows)
-        whole = whole and self.head_norm
+        whole = whole and self.head_norm and not self.crosses
         return whole and not self.gate_rows and self.gate_scale == 1.0 and self.out_scales == (1.0, 1.0, 1.0)
 
     @property

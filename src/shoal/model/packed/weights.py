@@ -20,6 +20,7 @@ from shoal.heap import give_back
 from shoal.model.gguf.blocks import Blocks
 from shoal.model.gguf.source import GgufSource
 from shoal.model.layers.alternating import Alternating, LowRank, Streams
+from shoal.model.layers.cross_attention import CrossAttention
 from shoal.model.layers.differential import LAMBDAS, Differential, differential
 from shoal.model.layers.experts import Apart, Mixture
 from shoal.model.layers.gated_memory import GatedMemory
@@ -31,7 +32,7 @@ from shoal.model.layers.xielu import Xielu
 from shoal.model.modules import leftovers, refuse
 from shoal.model.packed.classics import viewed
 from shoal.model.packed.experts import ExpertNames, ExpertShape
-from shoal.model.packed.kinds import CLASSICS, Names
+from shoal.model.packed.kinds import CLASSICS, Names, Norms
 from shoal.model.packed.latent import BY_HEADS, EXPAND, NORM, QUERY_NORM, WIDEN, latent_names, reading
 from shoal.model.packed.linear import ACTIVATIONS, Dense, Linear, parts_of
 from shoal.model.packed.mixers import FORMS, Projection, memory_sizes, memory_unit
@@ -103,7 +104,8 @@ def check_names(config: Any, shape: Shape, source: Source) -> None:
         held, left = set(filter(source.has, known)), source.unread(known)
     else:
         held = set(source.names())
-        ours = held if text is config else {name for name in held if name.startswith((root, *HEADS))}
+        whole_model = text is config and not shape.crosses  # an encoder's tensors are read by its modules
+        ours = held if whole_model else {name for name in held if name.startswith((root, *HEADS))}
         left = leftovers(sorted(ours), known, source.__getitem__)
     missing = {name for forms in whole if not any(held.issuperset(form) for form in forms)
                for name in _nearest(forms, held) if name not in held}
@@ -186,7 +188,13 @@ def _block(text: Any, shape: Shape, layer: int) -> Iterator[Forms]:
         yield from (_one(f"{attention}{part}.bias") for part in _biased(text, names.out)
                     if part not in _QKV or (shape.latent is None and part in own and model not in CLASSICS))
         if model in CLASSICS and text.attention_bias:
-            yield _joining([attention + part for part in _QKV], attention + names.qkv, model in _FUSED_QKV, "bias")
+            biased = [attention + part for part in _QKV if part not in getattr(text, "unbiased", ())]
+            yield _joining(biased, attention + names.qkv, model in _FUSED_QKV, "bias")
+    if kind.crosses:
+        parts = [f"{names.cross}{part}" for part in (*_QKV, names.out)]
+        yield from (_one(f"{part}.weight") for part in parts)
+        yield from (_one(f"{part}.bias") for part in parts
+                    if text.attention_bias and part.removeprefix(names.cross) not in getattr(text, "unbiased", ()))
         yield from (_one(attention + _SINKS) for _ in range(shape.sinks))
     if kind.has_mlp and (model == "recurrent_gemma" or ((model in _MLP_BIAS or model in CLASSICS) and text.mlp_bias)):
         yield from (_one(f"{mlp}{part}.bias") for part in (*names.gate_up[kind.plain_mlp :], names.down))
@@ -315,6 +323,7 @@ class Layer:
         cutoff: see `Shape.cutoffs`.
         curve: the activation, where it has numbers of its own, or None.
         out_sub_norm, down_sub_norm: of the inputs of `out` and `down`, as many as these have columns, or None.
+        cross: attention to what an encoder made of a source, after the mixers, or None.
     """
 
     qkv: Linear = field(default_factory=_nothing)
@@ -352,11 +361,14 @@ class Layer:
     curve: Xielu | None = None
     out_sub_norm: Tensor | None = None
     down_sub_norm: Tensor | None = None
+    cross: CrossAttention[Linear] | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of the matrices that one token reads."""
         every = sum(matrix.nbytes for matrix in self.matrices())
+        if self.cross is not None:
+            every -= sum(part.nbytes for side in (self.cross.keys, self.cross.values) for part in parts_of(side))
         if self.experts is None:
             return every
         routing, all_experts = self.experts.routing, (*self.experts.gate_up, *self.experts.down)
@@ -370,6 +382,8 @@ class Layer:
             held += [*self.latent.keys, *self.latent.values, *filter(None, [self.latent.widen])]
         if self.input is not None:
             held += [self.input.gate, self.input.out]
+        if self.cross is not None:
+            held += [self.cross.query, self.cross.out, self.cross.keys, self.cross.values]
         if self.beside is not None:
             held += [self.beside.left, self.beside.right]
         if self.experts is not None:
@@ -535,6 +549,8 @@ class Packer:
             layer.mlp_scale = self._shape.mlp_scales[index]
         if self._shape.cutoffs:
             layer.cutoff = self._shape.cutoffs[index]
+        if kind.crosses:
+            layer.cross = self._cross(name, kind.norms)
         layer.attention_norm = self._norm(name, kind.norms.attention)
         layer.mlp_norm = self._norm(name, kind.norms.mlp)
         layer.attention_norm_bias = self._norm_bias(name, kind.norms.attention)
@@ -564,12 +580,27 @@ class Packer:
         if shape.source(index) is not None:  # files may have what nobody reads
             layer.k_norm = None
         whole = self._optional(f"{name}{shape.names.qkv}.bias", sum(qkv.values()))
-        layer.qkv_bias = self._joined_bias(qkv, bare=apart) if whole is None else whole
+        bare = apart or shape.kind(index).crosses
+        layer.qkv_bias = self._joined_bias(qkv, bare=bare) if whole is None else whole
         layer.out_bias = self._optional(f"{name}{shape.names.out}.bias", shape.hidden)
         if shape.sub_norms:
             layer.out_sub_norm = self.vector(name + _ATTENTION_SUB_NORM, query)
         if shape.sinks:
             layer.sinks = self.vector(name + _SINKS, shape.heads)
+
+    def _cross(self, layer: str, norms: Norms) -> CrossAttention[Linear]:
+        """A layer's attention to what an encoder made of a source."""
+        shape, name = self._shape, f"{layer}{self._shape.names.cross}"
+        rows, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        norm, sizes = self._norm(layer, norms.cross), (rows, keys, keys)
+        assert norm is not None
+        query, k, v = (self.pack({f"{name}{part}.weight": size}, shape.hidden, "matrix")
+                       for part, size in zip(_QKV, sizes, strict=True))
+        out = self.pack({f"{name}{shape.names.out}.weight": shape.hidden}, rows, "matrix")
+        of_query, of_k, of_v = (self._optional(f"{name}{part}.bias", size)
+                                for part, size in zip(_QKV, sizes, strict=True))
+        of_out = self._optional(f"{name}{shape.names.out}.bias", shape.hidden)
+        return CrossAttention(norm, query, out, k, v, self._norm_bias(layer, norms.cross), of_query, of_out, of_k, of_v)
 
     def _latent(self, layer: Layer, name: str) -> None:
         """Latent attention, whose last matrices of keys and values are split into those of each head."""

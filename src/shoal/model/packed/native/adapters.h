@@ -47,7 +47,7 @@ static void lower(Worker *w, const ShoalLayer *layer, int site, Lines l, const C
         for (int k = whole ? 0 : share(part->rank, w->id, w->threads); k < end; k++)
             r->low[i * r->low_line + k] = product_of(part->down + (int64_t)k * depth, w->acts.line, depth);
     }
-    meet(&w->run->team, w->id);
+    meet(w->run->team, w->id);
 }
 
 /* Add what adapters give to the sums of some row blocks, counted from the first one of the site. */

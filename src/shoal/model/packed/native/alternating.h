@@ -66,7 +66,7 @@ static void predict_streams(Worker *w, int entry) {
                 if (s == active) vf_store(r->x + t * r->x_line + k, sum);
             }
     }
-    meet(&r->team, w->id);
+    meet(r->team, w->id);
 }
 
 /* What stands beside attention, before its norm: in `beside`. */
@@ -79,10 +79,10 @@ static void begin_beside(Worker *w, int entry) {
     Rows narrow = {r->hidden, r->hidden_line, a->left.rows}, to = {r->beside, r->x_line, a->right.rows};
     prepare_together(w, &a->left, lines_read(r, norm_before(layer), c.token, c.count));
     multiply_all(w, &a->left, &c, NULL, finish_rows, &narrow);
-    meet(&r->team, w->id);
+    meet(r->team, w->id);
     prepare_together(w, &a->right, (Lines){.x = r->hidden, .step = r->hidden_line, .count = c.count});
     multiply_all(w, &a->right, &c, NULL, finish_rows, &to);
-    meet(&r->team, w->id);
+    meet(r->team, w->id);
 }
 
 /* Join it with the states after attention; what both have read is still among the predictions. */
@@ -103,7 +103,7 @@ static void join_beside(Worker *w, int entry) {
             vf_store(x + k, vf_mul(vf_add(vf_load(x + k), vf_add(normed, found)), vf_all(HALVED)));
         }
     }
-    meet(&r->team, w->id);
+    meet(r->team, w->id);
 }
 
 /* The corrected streams; what the layer's own input reads of them goes to the memory of the queries. */
@@ -130,7 +130,7 @@ static void correct_streams(Worker *w, int entry) {
             }
         }
     }
-    meet(&r->team, w->id);
+    meet(r->team, w->id);
 }
 
 /* Normalise what the layer has made of its own input, and add it to all streams but the first. */
@@ -149,7 +149,7 @@ static void add_to_streams(Worker *w, const Chosen *c, const float *norm) {
             }
         }
     }
-    meet(&r->team, w->id);
+    meet(r->team, w->id);
 }
 
 INLINE float mean_square(const float *x, int count) {
@@ -178,7 +178,7 @@ static void begin_streams(Worker *w) {
     if (!given) {
         prepare_together(w, &m->spread, (Lines){.x = r->x, .step = r->x_line, .count = all.count});
         multiply_all(w, &m->spread, &all, NULL, finish_rows, &to);
-        meet(&r->team, w->id);
+        meet(r->team, w->id);
     }
     const Plot p = plot_of(w, all.count);
     for (int t = p.first; t < p.last; t++)
@@ -190,7 +190,7 @@ static void begin_streams(Worker *w) {
             for (int k = p.from; k < p.to; k += LANES)
                 vf_store(stream(r, r->streams, t, s) + k, vf_mul(vf_load_some(head_mask(hidden - k), from + k), scale));
         }
-    meet(&r->team, w->id);
+    meet(r->team, w->id);
 }
 
 /* The states that the final norm reads, for these tokens. */
@@ -202,7 +202,7 @@ static void end_streams(Worker *w, const Chosen *c) {
         const ShoalWeight *matrix = m->gather + s - 1;
         prepare_together(w, matrix, (Lines){.x = r->streams + s * r->x_line, .step = m->streams * r->x_line, .tokens = c->token, .count = c->count});
         multiply_all(w, matrix, c, NULL, finish_aside, NULL);
-        meet(&r->team, w->id);
+        meet(r->team, w->id);
         for (int i = p.first; i < p.last; i++) {
             const float *from = r->qkv + c->token[i] * r->qkv_line, *first = stream(r, r->streams, c->token[i], 0);
             const Vf scale = as_large(from, first, m->hidden), mean = vf_all(s + 1 < m->streams ? 1 : 1.0f / (float)m->streams);
@@ -210,7 +210,7 @@ static void end_streams(Worker *w, const Chosen *c) {
             for (int k = p.from; k < p.to; k += LANES)
                 vf_store(x + k, vf_mul(vf_fma(vf_load(from + k), scale, vf_load((s > 1 ? x : first) + k)), mean));
         }
-        meet(&r->team, w->id);
+        meet(r->team, w->id);
     }
 }
 

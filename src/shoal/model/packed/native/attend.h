@@ -244,9 +244,9 @@ static void ask_for_slots(const Worker *w, int entry, const Chosen *c) {
         ready_query(m, m->layers + number, r->qkv + i * r->qkv_line, head, r->b->position[t], line);
         memcpy(r->b->queries + ((int64_t)t * m->heads + head) * m->head_dim, line, 4ll * m->head_dim);
     }
-    meet(&r->team, w->id);
+    meet(r->team, w->id);
     if (w->id == 0) r->b->select(entry); /* on the calling thread, which Python requires */
-    meet(&r->team, w->id);
+    meet(r->team, w->id);
 }
 
 /* The tasks of a layer that this thread takes. */
@@ -256,7 +256,7 @@ static void for_tasks(Worker *w, int entry, const Chosen *c, const Segment *segm
     const int number = layer->reads ? layer->reads - 1 : r->b->layers[entry], kv_heads = layer->kv_heads;
     int total = 0;
     for (int i = 0; i < count; i++) total += segments[i].splits * kv_heads;
-    for (int first, taken; (first = take(&w->run->team, w->id, QUEUE_TASKS, total, 1, &taken)) >= 0;) {
+    for (int first, taken; (first = take(w->run->team, w->id, QUEUE_TASKS, total, 1, &taken)) >= 0;) {
         const Segment *s = segments;
         int before = 0; /* tasks of earlier segments */
         for (int k = first; k < first + taken; k++) {

@@ -46,7 +46,7 @@ static void multiply_states(Worker *w, const ShoalChain *c, int tokens) {
     for (int t = 0; t < tokens; t++) all.token[t] = t;
     w->ready = &w->acts;
     multiply_all(w, &c->of_state, &all, NULL, finish_aside, NULL);
-    meet(&w->run->team, w->id);
+    meet(w->run->team, w->id);
 }
 
 /* The vectors of known tokens. */
@@ -55,7 +55,7 @@ static void begin_chains(Worker *w, const ShoalChain *c) {
     for (int t = 0; t < tokens; t++) prepare_state(w, c, c->states[t], c->norm, c->eps, t, tokens);
     multiply_states(w, c, tokens);
     for (int t = 0; t < tokens; t++) take_vector(w, t, c->known[t]);
-    meet(&w->run->team, w->id);
+    meet(w->run->team, w->id);
 }
 
 /* The vectors of the latest guesses. */
@@ -68,7 +68,7 @@ static void go_on(Worker *w, const ShoalChain *c, const Chains *all) {
         const int chain = all->chain[t], guess = c->guesses[chain * c->length + c->counts[chain] - 1];
         take_vector(w, t, c->shares + (int64_t)guess * r->m->hidden);
     }
-    meet(&r->team, w->id);
+    meet(r->team, w->id);
 }
 
 /* The range of logits that a thread scans. */
@@ -160,14 +160,14 @@ static void lengthen(const Worker *w, const ShoalChain *c, Chains *all) {
 static int guess(const Worker *w, const ShoalChain *c, Chains *all) {
     Run *r = w->run;
     const int first = first_of(r->m, w->id, w->threads), last = first_of(r->m, w->id + 1, w->threads);
-    meet(&r->team, w->id);
+    meet(r->team, w->id);
     for (int i = 0; i < r->b->wanted_count; i++) {
         const float colder = c->colder[r->b == &all->next ? all->chain[i] : i];
         all->best[i][w->id] = best_of(r->logits + (int64_t)i * r->m->vocab, first, last, colder > 0 ? colder : 1);
     }
-    meet(&r->team, w->id);
+    meet(r->team, w->id);
     if (w->id == 0) lengthen(w, c, all);
-    meet(&r->team, w->id);
+    meet(r->team, w->id);
     return all->next.tokens;
 }
 

@@ -113,6 +113,26 @@ static int check_spans(const ShoalModel *m, const ShoalBatch *b, char *message, 
     return 0;
 }
 
+/* The tokens of layer number `entry` of the batch as they attend to their sources. */
+static int check_crossed(const ShoalModel *m, const ShoalBatch *b, int entry, char *message, int size) {
+    const ShoalBatch *c = b->crossed;
+    const int number = b->layers[entry];
+    if (!c) REFUSE("layer %d attends to a source, and the batch has none", number);
+    if (c->tokens != b->tokens || c->rows != b->rows || c->active_count != b->active_count || c->active != b->active)
+        REFUSE("%d tokens of %d rows in %d layers attend to sources; they must be those of the batch", c->tokens, c->rows, c->active_count);
+    if (c->layers[entry] != number + m->num_layers)
+        REFUSE("layer %d attends to a source by layer %d; it must be layer %d", number, c->layers[entry], number + m->num_layers);
+    for (int t = 0; t < c->tokens; t++) {
+        const ShoalOwn *own = c->own + (int64_t)number * c->rows + b->row[t];
+        if (c->row[t] != b->row[t] || c->node[t] || c->ancestors[t])
+            REFUSE("token %d attends to a source as node %d of row %d; it must be node 0 of row %d", t, c->node[t], c->row[t], b->row[t]);
+        if (!own->pieces || own->keys || own->settled || own->bias || own->lent != c->base[t] + 1 || own->piece_count != 1 ||
+            own->pieces->first || own->pieces->count != own->lent)
+            REFUSE("token %d attends to %d slots of a source; they must be one piece of layer %d", t, c->base[t] + 1, number);
+    }
+    return 0;
+}
+
 int shoal_check(const ShoalModel *m, const ShoalBatch *b, char *message, int size) {
     if (!WITHIN(b->tokens, 1, MAX_TOKENS)) REFUSE("a forward takes 1 to %d tokens, not %d", MAX_TOKENS, b->tokens);
     if (!WITHIN(b->wanted_count, 0, b->tokens)) REFUSE("logits of %d tokens were asked for; there are %d", b->wanted_count, b->tokens);
@@ -127,6 +147,8 @@ int shoal_check(const ShoalModel *m, const ShoalBatch *b, char *message, int siz
     if (b->beside && m->num_layers > 1) REFUSE("what is added beside is for models of one layer, not of %d", m->num_layers);
     if (b->groups && m->experts) REFUSE("groups of neurons are for models without experts");
     if (check_spans(m, b, message, size)) return 1;
+    for (int i = 0; i < b->active_count; i++)
+        if (WITHIN(b->layers[i], 0, m->num_layers - 1) && m->layers[b->layers[i]].crosses && check_crossed(m, b, i, message, size)) return 1;
     for (int entry = 0; entry < b->active_count; entry++)
         if (check_entry(m, b, entry, message, size)) return 1;
     return 0;

@@ -125,7 +125,7 @@ static const Route *route_tokens(Worker *w, const ShoalExperts *e, int count) {
     Route *to = together ? r->routes : w->lots.routes;
     const int first = together ? share(count, w->id, w->threads) : 0, last = together ? share(count, w->id + 1, w->threads) : count;
     for (int i = first; i < last; i++) route(e, r->scores + i * r->scores_line, to + i * e->top);
-    if (together) meet(&r->team, w->id);
+    if (together) meet(r->team, w->id);
     return to;
 }
 
@@ -201,7 +201,7 @@ static void gate_lots(Worker *w, const Lines *x) {
     int total = 0;
     for (int i = 0; i < l->count; i++) total += pairs_of(l->lot + i), lines.count = max_int(lines.count, l->lot[i].count);
     for (int i = 0; i < lines.count; i++) lines.token[i] = i;
-    for (int first, taken; (first = take(&w->run->team, w->id, 0, total, PANEL / 2, &taken)) >= 0;)
+    for (int first, taken; (first = take(w->run->team, w->id, 0, total, PANEL / 2, &taken)) >= 0;)
         for (int i = 0, before = 0; i < l->count && before < first + taken; before += pairs_of(l->lot + i++)) {
             const Lot *lot = l->lot + i;
             const int from = max_int(first - before, 0), to = min_int(first + taken - before, pairs_of(lot));
@@ -211,7 +211,7 @@ static void gate_lots(Worker *w, const Lines *x) {
             ready = lot, lines.count = lot->count;
             gate_pairs(w, lot, &lines, from, to);
         }
-    meet(&w->run->team, w->id);
+    meet(w->run->team, w->id);
 }
 
 static void prepare_some_lots(Worker *w, int first, int last) {
@@ -235,15 +235,15 @@ static void prepare_lots(Worker *w, int tokens) {
         prepare_some_lots(w, 0, count);
         return;
     }
-    for (int first, taken; (first = take(&w->run->team, w->id, 0, count, 1, &taken)) >= 0;) prepare_some_lots(w, first, first + taken);
-    meet(&w->run->team, w->id);
+    for (int first, taken; (first = take(w->run->team, w->id, 0, count, 1, &taken)) >= 0;) prepare_some_lots(w, first, first + taken);
+    meet(w->run->team, w->id);
 }
 
 /* Down of all lots. */
 static void down_lots(Worker *w, Finish *finish) {
     const Lots *l = &w->lots;
     Chosen c;
-    for (int first, taken; (first = take(&w->run->team, w->id, 0, l->lot->down->blocks, PANEL, &taken)) >= 0;)
+    for (int first, taken; (first = take(w->run->team, w->id, 0, l->lot->down->blocks, PANEL, &taken)) >= 0;)
         for (const Lot *lot = l->lot; lot < l->lot + l->count; lot++) {
             c.count = lot->count, w->factors = lot->of && lot->of->into ? NULL : lot->factor;
             memcpy(c.token, lot->token, sizeof(int) * c.count);
@@ -254,7 +254,7 @@ static void down_lots(Worker *w, Finish *finish) {
             }
         }
     w->factors = NULL;
-    meet(&w->run->team, w->id);
+    meet(w->run->team, w->id);
 }
 
 /* The lots of a layer, whose tokens are these, summed in the memory of the queries. */
@@ -275,7 +275,7 @@ static void run_lots(Worker *w, const ShoalLayer *layer, const Chosen *some) {
     if (layer->mlp_out_norm) {
         sum_lots(w, &x, some, r->x_line);
         add_normed(w, some, layer->mlp_out_norm);
-        meet(&r->team, w->id);
+        meet(r->team, w->id);
         return;
     }
     gate_lots(w, &x);
@@ -307,7 +307,7 @@ static void multiply_normed(Worker *w, const ShoalWeight *weight, Norm norm, con
     Rows to = {at, line, weight->rows};
     prepare_together(w, weight, lines_read(r, norm, c->token, c->count));
     multiply_all(w, weight, c, bias, finish_rows, &to);
-    meet(&w->run->team, w->id);
+    meet(w->run->team, w->id);
 }
 
 /* Experts between two projections. The MLP beside them, which reads states, follows once they have been read. */
@@ -339,7 +339,7 @@ static void put_apart(const Worker *w, const Chosen *c, const float *norm, int f
             vf_store(to + k, first_part ? normed : vf_add(vf_load(to + k), normed));
         }
     }
-    meet(&w->run->team, w->id);
+    meet(w->run->team, w->id);
 }
 
 /* Experts that read the states through norms of their own, and the MLP beside them: the norms of what both give are added, and the norm
@@ -354,7 +354,7 @@ static void run_apart(Worker *w, int entry, const Chosen *c) {
     open_whole(w, layer, c);
     multiply_all(w, &layer->down, c, layer->down_bias, finish_aside, NULL);
     w->site = 0;
-    meet(&r->team, w->id);
+    meet(r->team, w->id);
     put_apart(w, c, e->beside_norm, 1);
     w->lots.count = 0;
     add_experts(w, e, c, routes);
@@ -362,7 +362,7 @@ static void run_apart(Worker *w, int entry, const Chosen *c) {
     sum_lots(w, &x, c, r->x_line);
     put_apart(w, c, e->out_norm, 0);
     add_normed_of(w, c, r->apart, r->x_line, layer->mlp_out_norm);
-    meet(&r->team, w->id);
+    meet(r->team, w->id);
 }
 
 static void run_experts(Worker *w, int entry) {

@@ -46,7 +46,7 @@ static void norm_embeddings(Worker *w) {
         layer_norm_line(x, m->hidden, (int)r->x_line, (Norm){m->embedding_norm, m->embedding_norm_bias}, m->eps, w->line);
         memcpy(x, w->line, 4 * r->x_line);
     }
-    meet(&w->run->team, w->id);
+    meet(w->run->team, w->id);
 }
 
 /* Copy this thread's columns of all states before layer number `entry` of the batch. */
@@ -113,7 +113,8 @@ static int64_t private_bytes(const ShoalModel *m, const ShoalBatch *b) {
 static int64_t most_states(const ShoalModel *m, const ShoalBatch *b) {
     int64_t splits = 0;
     for (int t = 0; t < b->tokens; t++) splits += (b->base[t] + MAX_TOKENS) / SPLIT + 2;
-    return splits * m->heads;
+    const int64_t own = splits * m->heads, crossed = b->crossed ? most_states(m, b->crossed) : 0;
+    return own > crossed ? own : crossed;
 }
 
 /* Lay out the buffers from `memory` on; returns their bytes. */
@@ -185,11 +186,19 @@ static double seconds(clockid_t clock) {
 static int leaves(Worker *w, int entry) {
     const ShoalBatch *b = w->run->b;
     if (!b->aside || entry != b->leaves_at || w->threads < 2) return 0;
-    meet_and_part(&w->run->team, w->id, --w->threads);
+    meet_and_part(w->run->team, w->id, --w->threads);
     if (w->id == 0) w->run->parted = seconds(CLOCK_MONOTONIC);
     if (w->id < w->threads) return 0;
     b->aside();
     return 1;
+}
+
+/* Attention to a source, which is attention of another batch: see ShoalBatch.crossed. */
+static void run_cross(Worker *w, int entry) {
+    Run *own = w->run;
+    w->run = own->crossed;
+    run_attention(w, entry);
+    w->run = own;
 }
 
 static void run_layers(Worker *w) {
@@ -208,6 +217,7 @@ static void run_layers(Worker *w) {
         if (layer->memory_unit) run_memory_unit(w, entry);
         else if (layer->o.rows) run_attention(w, entry);
         if (layer->recurrence) run_recurrence(w, entry);
+        if (layer->crosses) run_cross(w, entry);
         if (m->streams) join_beside(w, entry);
         if (m->keeps) renew_states(w, entry, RUN_MLP, layer->post_norm, m->kept[2]);
         if (layer->down.rows || layer->experts) run_mlp(w, entry);
@@ -221,7 +231,7 @@ static void run_layers(Worker *w) {
 
 static void run_tokens(Worker *w) {
     embed(w);
-    meet(&w->run->team, w->id);
+    meet(w->run->team, w->id);
     if (w->run->m->embedding_norm && !w->run->b->vectors) norm_embeddings(w);
     if (w->run->m->layer_input) make_layer_inputs(w);
     if (w->run->m->streams) begin_streams(w);
@@ -241,16 +251,20 @@ static void run_chains(Worker *w, const ShoalChain *c, Chains *all) {
    so then each counts by its own time. */
 static double run_team(Run *r, char *scratch, int threads, const ShoalChain *c) {
     lay_out(r, scratch, threads);
+    Team team = {0};
+    r->team = &team;
+    Run crossed = *r;
+    crossed.b = r->b->crossed, r->crossed = &crossed;
     const double start = seconds(CLOCK_MONOTONIC);
     double had = 0;
     Chains all;
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp single
-        r->team.threads = omp_get_num_threads();
+        r->team->threads = omp_get_num_threads();
         const double begun = seconds(CLOCK_THREAD_CPUTIME_ID), since = seconds(CLOCK_MONOTONIC);
         const Squares found = found_squares();
-        Worker w = worker_of(r, omp_get_thread_num(), r->team.threads);
+        Worker w = worker_of(r, omp_get_thread_num(), r->team->threads);
         if (c) run_chains(&w, c, &all);
         else run_tokens(&w);
         leave_squares(&found);
@@ -267,7 +281,7 @@ enum { DONE, REFUSED, NO_ROOM };
 static void choose_best(const Run *r) {
     for (int i = 0; i < r->b->wanted_count; i++) {
         Largest best = r->best[i];
-        for (int id = 1; id < r->team.threads; id++) {
+        for (int id = 1; id < r->team->threads; id++) {
             const Largest other = r->best[(int64_t)id * r->b->wanted_count + i];
             if (beats(other.top, other.row, best)) best = other;
         }
@@ -329,7 +343,8 @@ int64_t shoal_matmul_scratch(const ShoalWeight *w, int tokens) { return round_up
 void shoal_matmul(const ShoalWeight *w, const float *x, int tokens, float *out, char *scratch, int threads) {
     const int64_t own = shoal_matmul_scratch(w, tokens);
     const ShoalModel model = {.vocab = w->rows, .logit_scale = 1.0f};
-    Run r = {.m = &model, .team.threads = threads};
+    Team team = {.threads = threads};
+    Run r = {.m = &model, .team = &team};
 #pragma omp parallel num_threads(threads)
     {
         Worker worker = {.run = &r, .id = omp_get_thread_num(), .threads = omp_get_num_threads()};

@@ -32,7 +32,7 @@ static void project_latent(Worker *w, const ShoalLayer *layer, const Chosen *c) 
     const Run *r = w->run;
     const ShoalModel *m = r->m;
     const ShoalLatent *l = layer->latent;
-    Team *team = &w->run->team;
+    Team *team = w->run->team;
     const int rank = m->head_dim - l->rotated, size = l->rotated + l->plain;
     Rows raw = {r->raw, r->raw_line, m->raw}, wide = {r->wide, r->wide_line, m->heads * size};
     multiply_stack(w, layer->qkv, norm_before(layer), c, layer->qkv_bias, finish_rows, &raw);
@@ -64,14 +64,14 @@ static void open_latent(Worker *w, const ShoalLayer *layer, const Chosen *c) {
     const ShoalLatent *l = layer->latent;
     const int values = l->parts[1].rows;
     const float *gates = r->raw + m->raw - m->heads;
-    for (int first, taken; (first = take(&w->run->team, w->id, 0, m->heads, 1, &taken)) >= 0;)
+    for (int first, taken; (first = take(w->run->team, w->id, 0, m->heads, 1, &taken)) >= 0;)
         for (int head = first; head < first + taken; head++) {
             float *to = r->opened + head * values;
             const Lines lines = {.x = r->attended + head * m->head_dim + l->rotated, .step = (int64_t)m->heads * m->head_dim, .count = c->count};
             multiply_alone(w, l->parts + 2 * head + 1, c, lines, (Rows){to, m->opened, values});
             for (int i = 0; l->gated && i < c->count; i++) gate_by_one(gates[i * r->raw_line + head], values, to + (int64_t)i * m->opened);
         }
-    meet(&w->run->team, w->id);
+    meet(w->run->team, w->id);
 }
 
 #endif

@@ -23,7 +23,7 @@ INLINE Lines lines_read(const Run *r, Norm norm, const int *tokens, int count) {
 static void renew_states(Worker *w, int entry, int part, const float *norm, float kept) {
     const Run *r = w->run;
     const Chosen c = choose(r->b, entry, part);
-    if (r->b->taps) meet(&w->run->team, w->id); /* others may still copy the states */
+    if (r->b->taps) meet(w->run->team, w->id); /* others may still copy the states */
     for (int i = share(c.count, w->id, w->threads), last = share(c.count, w->id + 1, w->threads); i < last; i++) {
         float *x = r->x + c.token[i] * r->x_line, *read = r->read + c.token[i] * r->x_line;
         const Vf scale = vf_all(inverse_rms(x, r->m->hidden, r->m->eps));
@@ -33,7 +33,7 @@ static void renew_states(Worker *w, int entry, int part, const float *norm, floa
             vf_store(x + k, vf_mul(normed, vf_all(kept)));
         }
     }
-    meet(&w->run->team, w->id);
+    meet(w->run->team, w->id);
 }
 
 /* Where attention and MLP read the same states: keep them in `read`. */
@@ -43,7 +43,7 @@ static void hold_states(Worker *w) {
     const int64_t first = share(blocks, w->id, w->threads) * LANES, last = share(blocks, w->id + 1, w->threads) * LANES;
     for (int t = 0; t < r->b->tokens; t++)
         memcpy(r->read + t * r->x_line + first, r->x + t * r->x_line + first, 4 * (last - first));
-    meet(&w->run->team, w->id);
+    meet(w->run->team, w->id);
 }
 
 INLINE Norm norm_before(const ShoalLayer *layer) { return (Norm){layer->input_norm, layer->input_bias}; }
@@ -57,7 +57,7 @@ static void prepare_all(Worker *w, const ShoalWeight *weight, Lines lines) {
 
 /* The same, at the beginning of a phase: threads divide many lines among them. */
 static void prepare_together(Worker *w, const ShoalWeight *weight, Lines lines) {
-    Team *team = &w->run->team;
+    Team *team = w->run->team;
     if (lines.count < TOGETHER || w->threads == 1) {
         prepare_all(w, weight, lines);
         return;
@@ -73,7 +73,7 @@ static void prepare_together(Worker *w, const ShoalWeight *weight, Lines lines) 
 static void multiply_part(const Worker *w, int queue, const ShoalWeight *weight, int offset, const Chosen *c,
                           const float *bias, Finish *finish, void *to) {
     const int unit = weight->paired ? 2 : 1;
-    for (int first, taken; (first = take(&w->run->team, w->id, queue, weight->blocks / unit, PANEL / unit, &taken)) >= 0;)
+    for (int first, taken; (first = take(w->run->team, w->id, queue, weight->blocks / unit, PANEL / unit, &taken)) >= 0;)
         for (int block = first * unit, last = (first + taken) * unit, count; block < last; block += count) {
             count = min_int(last - block, PANEL - block % PANEL);
             multiply(weight, w->ready, c->count, block, count, w->sums);
@@ -99,7 +99,7 @@ static void multiply_sides(const Worker *w, const ShoalWeight pair[2], const Cho
 }
 
 static void multiply_both(const Worker *w, const ShoalWeight pair[2], const Chosen *c, const float *bias, Finish *finish, void *to) {
-    for (int first, taken; (first = take(&w->run->team, w->id, 0, pair->blocks, PANEL, &taken)) >= 0;)
+    for (int first, taken; (first = take(w->run->team, w->id, 0, pair->blocks, PANEL, &taken)) >= 0;)
         multiply_sides(w, pair, c, bias, first, first + taken, finish, to);
 }
 
@@ -310,7 +310,7 @@ static void cut_gates(Worker *w, const ShoalLayer *layer, const Chosen *c) {
             vf_store(ups + k, vf_mul(activated(r->m->activation, gate), vf_load(ups + k)));
         }
     }
-    meet(&w->run->team, w->id);
+    meet(w->run->team, w->id);
 }
 
 static void finish_logits(const Worker *w, const Chosen *c, const float *bias, int block, int count, void *to) {
@@ -336,17 +336,17 @@ static void multiply_stack(Worker *w, const ShoalWeight parts[3], Norm norm, con
         else if (form_of(part->kind) != form_of(part[-1].kind)) prepare_all(w, part, lines); /* others may still be at the first one */
         multiply_part(w, (int)(part - parts), part, offset, c, bias, finish, to);
     }
-    meet(&w->run->team, w->id);
+    meet(w->run->team, w->id);
 }
 
 /* A sublayer's last matrix; its result is added to the states, normalised if there is a norm. */
 static void multiply_into_states(Worker *w, const ShoalWeight *weight, const Chosen *c, const float *bias, const float *norm) {
     multiply_all(w, weight, c, bias, norm ? finish_aside : finish_residual, NULL);
     w->site = 0;
-    meet(&w->run->team, w->id);
+    meet(w->run->team, w->id);
     if (!norm) return;
     add_normed(w, c, norm);
-    meet(&w->run->team, w->id);
+    meet(w->run->team, w->id);
 }
 
 /* Whether nodes of a tree may be stored in slots of another task than the one that reads them at their places. */
@@ -382,7 +382,7 @@ static void store_others(Worker *w, int entry) {
     const int count = segments_of(w->run, layer, entry, &c, segments);
     project_heads(w, layer, &c);
     store_layer(w, entry, &c, segments, count);
-    meet(&w->run->team, w->id);
+    meet(w->run->team, w->id);
 }
 
 static void run_attention(Worker *w, int entry) {
@@ -400,21 +400,21 @@ static void run_attention(Worker *w, int entry) {
     if (w->stored && !layer->reads) { /* a task may read what another one would store */
         store_layer(w, entry, &c, segments, count);
         if (r->b->select) ask_for_slots(w, entry, &c);
-        else meet(&r->team, w->id);
+        else meet(r->team, w->id);
     }
     if (labels) {
         for_tasks(w, entry, &c, segments, count, score_labels);
-        meet(&r->team, w->id);
+        meet(r->team, w->id);
         choose_slots(w, entry, &c, READS_LABELED);
-        meet(&r->team, w->id);
+        meet(r->team, w->id);
     }
     if (r->b->choices) leave_out_idle(r, entry, &c, segments, count);
     w->asked = -1;
     for_tasks(w, entry, &c, segments, count, attend_task);
-    meet(&r->team, w->id);
+    meet(r->team, w->id);
     for (const Segment *s = segments; s < segments + count; s++) merge_splits(w, entry, &c, s);
     if (r->b->choices) choose_slots(w, entry, &c, CHOOSES);
-    meet(&r->team, w->id);
+    meet(r->team, w->id);
     if (r->b->choices && w->id == 0) note_choices(r, entry, &c); /* nobody reads the choice before the next layer */
     Lines mixed = {.x = r->attended, .norm = {layer->out_sub_norm, NULL}, .step = (int64_t)r->m->heads * query_dim(r->m, layer), .count = c.count};
     if (layer->latent) {
@@ -442,13 +442,13 @@ static void open_whole(Worker *w, const ShoalLayer *layer, const Chosen *c) {
     if (layer->cuts) {
         if (layer->gate_up->paired) multiply_all(w, layer->gate_up, c, layer->gate_up_bias, finish_sides, &all.ffn);
         else multiply_both(w, layer->gate_up, c, layer->gate_up_bias, finish_sides, &all.ffn);
-        meet(&w->run->team, w->id);
+        meet(w->run->team, w->id);
         cut_gates(w, layer, c);
         opened.x = r->ups, opened.norm = (Norm){0};
     } else if (layer->gate_up->paired) multiply_all(w, layer->gate_up, c, layer->gate_up_bias, finish_gated, &all);
     else if (!layer->gate_up[1].rows) multiply_all(w, layer->gate_up, c, layer->gate_up_bias, finish_plain, &all);
     else multiply_both(w, layer->gate_up, c, layer->gate_up_bias, finish_gated, &all);
-    if (!layer->cuts) meet(&w->run->team, w->id); /* cut_gates ends with it */
+    if (!layer->cuts) meet(w->run->team, w->id); /* cut_gates ends with it */
     lower(w, layer, SITE_DOWN, opened, c);
     prepare_together(w, &layer->down, opened);
 }

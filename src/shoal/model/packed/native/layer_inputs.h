@@ -35,13 +35,13 @@ static void make_layer_inputs(Worker *w) {
     Rows to = {r->own, r->own_line, m->input_project.rows};
     prepare_together(w, &m->input_project, (Lines){.x = r->x, .step = r->x_line, .count = all.count});
     multiply_all(w, &m->input_project, &all, NULL, finish_rows, &to);
-    meet(&r->team, w->id);
+    meet(r->team, w->id);
     const int count = all.count * m->num_layers;
     for (int k = share(count, w->id, w->threads), last = share(count, w->id + 1, w->threads); k < last; k++) {
         const int token = k / m->num_layers, layer = k % m->num_layers;
         finish_layer_input(w, token, layer, r->own + token * r->own_line + layer * m->layer_input);
     }
-    meet(&r->team, w->id);
+    meet(r->team, w->id);
 }
 
 /* Activations of the gate, times the layer's inputs, which begin at `to`. */
@@ -71,12 +71,12 @@ static void run_layer_input(Worker *w, int entry) {
     if (layer->alternation) read.x = r->qkv, read.step = r->qkv_line;
     prepare_together(w, &layer->input_gate, read);
     multiply_all(w, &layer->input_gate, &c, NULL, finish_input_gate, r->own + (int64_t)number * r->m->layer_input);
-    meet(&r->team, w->id);
+    meet(r->team, w->id);
     w->scale = 1, w->after = layer->scale;
     prepare_together(w, &layer->input_out, (Lines){.x = r->hidden, .step = r->hidden_line, .tokens = c.token, .count = c.count});
     if (layer->alternation) {
         multiply_all(w, &layer->input_out, &c, NULL, finish_aside, NULL);
-        meet(&r->team, w->id);
+        meet(r->team, w->id);
         add_to_streams(w, &c, layer->input_out_norm);
     } else multiply_into_states(w, &layer->input_out, &c, NULL, layer->input_out_norm);
     w->after = 1;

@@ -97,7 +97,7 @@ class LayerStruct(ctypes.Structure):
         ("keys_are_values", c_int32), ("scale", c_float), ("input_gate", Weight),
         ("input_out", Weight), ("input_out_norm", c_void_p), ("alternation", POINTER(AlternationStruct)),
         ("cuts", c_int32), ("cutoff", c_float), ("curve", c_void_p), ("out_sub_norm", c_void_p),
-        ("down_sub_norm", c_void_p), ("mlp_scale", c_float),
+        ("down_sub_norm", c_void_p), ("mlp_scale", c_float), ("crosses", c_int32),
     ]
 
 
@@ -181,7 +181,7 @@ class BatchStruct(ctypes.Structure):
 
     `numbers`, int32, holds ids, positions, places of sequences, nodes, committed positions, wanted tokens, layers and
     starts, one after the other. With `best` and `read`, of `argmax` and `likeliest`, `recurrent`, of `spans`,
-    `adapted`, of `adapters`, and `memory` it keeps alive what the pointers point to.
+    `adapted`, of `adapters`, `crossing`, of `crossed`, and `memory` it keeps alive what the pointers point to.
     """
 
     numbers: array[int]
@@ -191,6 +191,7 @@ class BatchStruct(ctypes.Structure):
     recurrent: tuple[object, ...] = ()
     memory: object
     adapted: object = None
+    crossing: object = None
 
     _fields_ = [
         ("tokens", c_int32), ("wanted_count", c_int32), ("active_count", c_int32), ("rows", c_int32), ("ids", c_void_p),
@@ -203,7 +204,7 @@ class BatchStruct(ctypes.Structure):
         ("groups", c_void_p), ("expert_count", c_int32), ("tap_count", c_int32), ("span_count", c_int32),
         ("spans", c_void_p), ("states", c_void_p), ("inputs", c_void_p), ("adapters", c_void_p),
         ("aside", ASIDE), ("others", c_void_p),
-        ("leaves_at", c_int32),
+        ("leaves_at", c_int32), ("crossed", c_void_p),
     ]
 
 

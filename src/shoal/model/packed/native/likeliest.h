@@ -89,9 +89,9 @@ static void run_likeliest(Worker *w, const Chosen *c) {
     multiply_all(w, upper, c, NULL, finish_bounds, NULL);
     if (upper->kind == KIND_ROUGH) prepare_all(w, &r->m->head, lines); /* otherwise both take the same */
     for (int i = 0; i < TILE_TOKENS; i++) r->lowest[w->id][i] = -INFINITY;
-    meet(&r->team, w->id);
+    meet(r->team, w->id);
     guess_lowest(w, c, first, last, r->lowest[w->id]);
-    meet(&r->team, w->id);
+    meet(r->team, w->id);
     memcpy(lowest, r->lowest[w->id], sizeof lowest);
     for (int id = 0; id < w->threads; id++)
         for (int i = 0; i < c->count; i++) lowest[i] = fmaxf(lowest[i], r->lowest[id][i]);

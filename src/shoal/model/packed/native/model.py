@@ -6,7 +6,7 @@ import ctypes
 import threading
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import Array, c_double, c_float, c_int32, c_uint8, c_void_p
 from functools import cached_property
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from shoal.model.experts import ExpertMLPs
 from shoal.model.kv.chunk import Chunk
 from shoal.model.layers.alternating import Alternating, LowRank, Streams
+from shoal.model.layers.cross_attention import Encoded
 from shoal.model.layers.experts import Mixture
 from shoal.model.layers.gated_delta import GatedDelta
 from shoal.model.layers.gated_memory import GatedMemory
@@ -29,6 +30,7 @@ from shoal.model.packed.native.adapters import NativeAdapter, put_adapters
 from shoal.model.packed.native.aside import Aside
 from shoal.model.packed.native.batch import ChoicesAtWork, KVBinding, NativeBatch, OwnSlots, SlotChoice, address
 from shoal.model.packed.native.chain import ChainWish, NativeChain, Path
+from shoal.model.packed.native.crossing import Crossing
 from shoal.model.packed.native.foresight import Foresight
 from shoal.model.packed.native.library import (
     ACTIVATIONS,
@@ -165,6 +167,8 @@ class NativeModel:
         self.recurrences: dict[int, NativeRecurrence] = {}
         self._sizes: tuple[int, ...] = (0, 0, 0, 0)  # of the largest mixture: experts, of a token, neurons, narrow
         layers = [self._layer(index, layer) for index, layer in enumerate(weights.layers)]
+        if shape.crosses:
+            layers += [self._cross(layer, index) for index, layer in enumerate(weights.layers)]
         self._structs = (LayerStruct * len(layers))(*layers)
         self._head = as_packed(weights.head)
         self._most_read = _MOST_READ_OF_FLOATS if self._head.scales is None else _MOST_READ
@@ -176,6 +180,7 @@ class NativeModel:
         self._failed: dict[int, int] = {}  # how many were, when bounds let too much through last, and never less since
         self.head_read, self.bounds = 0, True
         self.foresight: Foresight | None = None
+        self.crossing = Crossing([shape.kv_sizes(layer) for layer in range(self.num_layers)], kv_dtype)
         self._inside: set[int] = set()  # threads that run Python within the forward in progress
 
     def turn(self, cos: Tensor, sin: Tensor) -> None:
@@ -219,6 +224,7 @@ class NativeModel:
         experts: tuple[ExpertMLPs, Sequence[Sequence[int]]] | None = None, spans: Spans | None = None,
         beside: Tensor | None = None, tapped: Sequence[int] | None = None,
         adapters: Sequence[NativeAdapter | None] | None = None, aside: Aside | None = None,
+        sources: Mapping[int, Encoded] | None = None,
     ) -> Tensor:
         """Run a batch, and write its keys and values to their slots of the cache; returns logits, float32 [wanted, V].
 
@@ -242,6 +248,7 @@ class NativeModel:
             beside: float32 [tokens, rows of the fused projection], added to queries, keys and values before they are
                 normed and rotated; only for a model of one layer.
             adapters: of each token, made for this model, or None; None for none at all.
+            sources: what an encoder made of the source of each sequence, by place; None in models without an encoder.
             aside: what one of several threads does meanwhile. It is left undone where there is one thread, or threads
                 of another forward have parted. It must not run a forward of this model. What it raises is raised here.
 
@@ -262,6 +269,8 @@ class NativeModel:
             spans.put_into(struct)
         if adapters is not None:
             put_adapters(struct, adapters)
+        if sources is not None:
+            self.crossing.put_into(struct, batch.rows, sources)
         asked = None if choose is None else _Asked(choose, batch, struct, self.shape)
         at_work = None if choices is None else ChoicesAtWork(choices, struct, self.shape.heads, self.shape.kv_heads)
         logits = self._parting(aside, struct, lambda: self.run(struct, argmax, threads, asked))
@@ -434,7 +443,7 @@ class NativeModel:
         if shape.warmth is not None and shape.warms(index):
             struct.warm_share, struct.warm_step, struct.warm_first = shape.warmth
         struct.value_norm, struct.keys_are_values, struct.scale = shape.value_norms, not sizes.own_values, layer.scale
-        struct.mlp_scale = layer.mlp_scale
+        struct.mlp_scale, struct.crosses = layer.mlp_scale, layer.cross is not None
         struct.reads = 0 if source is None else source + 1
         if layer.latent is not None:
             latent = layer.latent.sizes
@@ -485,6 +494,21 @@ class NativeModel:
         if None in (not kind.mixers or bare or struct.attention_norm or struct.attention_out_norm,
                     not kind.feeds or struct.mlp_norm or struct.mlp_out_norm):
             raise ValueError("attention_norm and mlp_norm, or the norms of the sublayers' outputs, must be given")
+        return struct
+
+    def _cross(self, layer: Layer, index: int) -> LayerStruct:
+        """A layer's attention to a source, as a layer of its own; an empty one where it has none."""
+        shape, cross = self.shape, layer.cross
+        struct = LayerStruct(reads=index + 1, mlp_scale=1.0, scale=1.0)
+        struct.kv_heads, struct.head_dim = shape.kv_heads, shape.head_dim
+        if cross is not None:
+            rows = shape.heads * shape.head_dim
+            struct.qkv = self._stack("query", cross.query, rows, shape.hidden)
+            struct.out = self._matrix("out", cross.out, shape.hidden, rows)
+            struct.attention_norm = self._vector("the norm before cross-attention", cross.norm, shape.hidden)
+            struct.attention_norm_bias = self._vector("the bias of that norm", cross.norm_bias, shape.hidden)
+            struct.qkv_bias = self._vector("the bias of queries", cross.query_bias, rows)
+            struct.out_bias = self._vector("the bias of out", cross.out_bias, shape.hidden)
         return struct
 
     def _memory_unit(self, struct: LayerStruct, unit: GatedMemory, source: int) -> None:

@@ -52,7 +52,7 @@ static void widen_gates(Worker *w, const Chosen *c, Inputs in) {
         in.place = places[i], in.rows = second[i]->rows, in.factors = NULL;
         prepare_together(w, second[i], (Lines){.x = low, .step = in.line, .tokens = c->token, .count = c->count});
         multiply_all(w, second[i], c, NULL, finish_inputs, &in);
-        meet(&w->run->team, w->id);
+        meet(w->run->team, w->id);
     }
 }
 
@@ -70,7 +70,7 @@ static void project(Worker *w, int entry) {
 static void select_inputs(Worker *w, const Chosen *c, Inputs in) {
     const Run *r = w->run;
     const ShoalRecurrence *own = in.r;
-    Team *team = &w->run->team;
+    Team *team = w->run->team;
     in.place = first_selected(own), in.rows = own->select.rows, in.factors = NULL;
     prepare_together(w, &own->select, (Lines){.x = r->channels, .step = own->channels, .tokens = c->token, .count = c->count});
     multiply_all(w, &own->select, c, NULL, finish_inputs, &in);
@@ -137,23 +137,23 @@ static void run_recurrence(Worker *w, int entry) {
     const int blocks = (own->channels + LANES - 1) / LANES;
     convolve_spans(w, entry, &in, share(blocks, w->id, w->threads) * LANES,
                    min_int(share(blocks, w->id + 1, w->threads) * LANES, own->channels));
-    meet(&r->team, w->id);
+    meet(r->team, w->id);
     if (own->kind == RECUR_SCAN) select_inputs(w, &c, in);
     if (own->kind != RECUR_SHORT_CONV) {
         const int pieces = pieces_of(own);
-        for (int first, taken; (first = take(&r->team, w->id, 0, pieces, 1, &taken)) >= 0;) run_pieces(w, entry, &in, first, first + taken);
-        meet(&r->team, w->id);
+        for (int first, taken; (first = take(r->team, w->id, 0, pieces, 1, &taken)) >= 0;) run_pieces(w, entry, &in, first, first + taken);
+        meet(r->team, w->id);
     }
     if (own->kind == RECUR_MAMBA2) {
         for (int i = 0; i < c.count; i++)
             gate_dual(own, in.at + c.token[i] * in.line, in.line, 1, r->mixed + c.token[i] * r->mixed_line, r->mixed_line,
                       share(own->groups, w->id, w->threads), share(own->groups, w->id + 1, w->threads));
-        meet(&r->team, w->id);
+        meet(r->team, w->id);
     }
     if (own->kind == RECUR_LIGHTNING) {
         for (int i = share(c.count, w->id, w->threads), last = share(c.count, w->id + 1, w->threads); i < last; i++)
             gate_lightning(own, in.at + c.token[i] * in.line, r->mixed + c.token[i] * r->mixed_line);
-        meet(&r->team, w->id);
+        meet(r->team, w->id);
     }
     w->scale = r->m->residual_scale * r->m->out_scales[1];
     prepare_together(w, &own->out, (Lines){.x = r->mixed, .step = r->mixed_line, .tokens = c.token, .count = c.count});

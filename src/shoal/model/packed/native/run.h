@@ -41,9 +41,10 @@ typedef struct {
     int count;
 } Lots;
 
-typedef struct {
+typedef struct Run {
     const ShoalModel *m;
     const ShoalBatch *b;
+    struct Run *crossed; /* the same forward with the batch `crossed`; or NULL */
     float *read; /* what sublayers read: x, or if the model keeps normed states, these */
     float *low; /* [tokens] lines of what adapters make of a site's inputs, see adapters.h */
     int64_t low_line;
@@ -73,7 +74,7 @@ typedef struct {
     uint8_t guessed[MAX_EXPERTS];
     float lowest[MAX_THREADS][TILE_TOKENS]; /* each thread's lower bound of the largest logit, see likeliest.h */
     double parted; /* when a thread left the others, see ShoalBatch.aside; 0 if none has */
-    Team team;
+    Team *team;
 } Run;
 
 /* Dimensions of a query. */

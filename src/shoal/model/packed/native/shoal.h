@@ -149,6 +149,7 @@ typedef struct {
     const float *curve; /* of ACTIVATION_XIELU: shares above and below 0, slope, and eps */
     const float *out_sub_norm, *down_sub_norm; /* of the inputs of o and down; or NULL */
     float mlp_scale; /* further factor of what the feed-forward adds */
+    int32_t crosses; /* whether attention to a source follows: that of the layer so many places after this one, see ShoalModel.layers */
 } ShoalLayer;
 
 /* How pages of experts are asked for before they are read, see foresight.h, and what came of it. */
@@ -183,7 +184,8 @@ typedef struct {
     int32_t inputs, channels, outputs; /* of the widest recurrence; 0: there is none */
     int32_t raw, wide, opened; /* of latent attention: rows of qkv, of widen, and of all outputs together; 0: values are apart from keys */
     int32_t experts, top, expert_ffn, narrow; /* the most of any layer; 0: there are none, or no projections */
-    const ShoalLayer *layers;
+    const ShoalLayer *layers; /* [num_layers], followed, where layers attend to a source, by as many of that attention alone: qkv[0] and o,
+                                 their norm and biases; each reads the layer whose number it has without num_layers */
     const float *norm, *norm_bias; /* norm_bias: not NULL for a LayerNorm */
     ShoalWeight head;
     ShoalWeight upper; /* of KIND_UPPER or KIND_ROUGH, for the likeliest tokens; or no rows */
@@ -273,7 +275,7 @@ typedef struct {
 
 /* Tokens of one row are consecutive, and consecutive nodes of its tree; earlier nodes are already in their slots.
    Rows ascend. */
-typedef struct {
+typedef struct ShoalBatch {
     int32_t tokens, wanted_count, active_count, rows;
     int32_t *ids, *position, *base; /* steps move them on */
     const int32_t *row, *node;
@@ -315,6 +317,9 @@ typedef struct {
                                   forward ends when both have. NULL: all go on together */
     double *others;            /* with `aside`: gets the seconds that the others went on for; 0 if nobody left */
     int32_t leaves_at;         /* before which running layer it leaves; active_count: before the head */
+    const struct ShoalBatch *crossed; /* the same tokens as they attend to their sources, of each of which all slots are in pieces: its
+                                         layers are those after the model's own, and every token is node 0 over all slots but the last.
+                                         NULL in models without */
 } ShoalBatch;
 
 /* Guesses that a model appends to the wanted tokens of a batch, one after the other, by argmax or drawn. Vectors take the place of

@@ -1,0 +1,1 @@
+"""Speech to text: audio files, windows of them, and what a model of Whisper's kind hears in each."""

@@ -1,0 +1,139 @@
+"""What a model of Whisper's kind needs to hear: its special tokens, its features, and its rules.
+
+Radford et al., 2022, arXiv 2212.04356: section 2.3 has the tokens, 4.5 what decides whether a window is heard right.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.errors import Unsupported
+from shoal.speech.audio import RATE, Samples
+
+SECONDS = 30
+"""Length of a window."""
+STEP = 0.02
+"""Seconds between two timestamps."""
+_LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
+_MULTILINGUAL = 51865
+"""Least vocabulary of the models that know several languages; OpenAI's code tells them so."""
+_LATEST = 1.0
+"""Seconds at which the first words of a window begin at the latest."""
+
+
+@dataclass(frozen=True)
+class Listening:
+    """Numbers of the special tokens of a model's vocabulary.
+
+    Attributes:
+        start, previous, silence, untimed, end: tokens that begin an answer, and what was said before; that say that
+            nobody speaks, and that no timestamps follow; and that end an answer.
+        tasks: by name; empty in models of one language, which have neither of these.
+        languages: tokens by the language's code.
+    """
+
+    start: int
+    previous: int
+    silence: int
+    untimed: int
+    end: int
+    tasks: Mapping[str, int]
+    languages: Mapping[str, int]
+
+    @classmethod
+    def of(cls, tokenizer: Any, vocabulary: int) -> Listening:
+        """Those of a tokenizer; Unsupported if it has none."""
+        known = dict(tokenizer.get_added_vocab())
+        named = {"start": "<|startoftranscript|>", "previous": "<|startofprev|>", "untimed": "<|notimestamps|>",
+                 "end": "<|endoftext|>"}
+        absent = [token for token in named.values() if token not in known]
+        if absent:
+            raise Unsupported("speech with this model", f"its tokenizer lacks {absent[0]}", "Use a Whisper model")
+        several = vocabulary >= _MULTILINGUAL
+        languages = {found[1]: number for token, number in known.items() if (found := _LANGUAGE.fullmatch(token))}
+        return cls(**{name: known[token] for name, token in named.items()},
+                   silence=known.get("<|nospeech|>", known.get("<|nocaptions|>", known["<|notimestamps|>"] - 1)),
+                   tasks={name: known[f"<|{name}|>"] for name in ("transcribe", "translate")} if several else {},
+                   languages=languages if several else {})
+
+    @property
+    def first_time(self) -> int:
+        """The token of 0 seconds; those of later times follow it."""
+        return self.untimed + 1
+
+    def prompt(self, language: str | None, task: str, timed: bool) -> list[int]:
+        """The tokens that ask for an answer."""
+        asked = [self.start]
+        if self.tasks and language is not None:
+            asked += [self.languages[language], self.tasks[task]]
+        return asked if timed else [*asked, self.untimed]
+
+
+class Features:
+    """Log-mel spectrograms of windows, by transformers' extractor.
+
+    Args:
+        folder: of the model.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+
+    @cached_property
+    def _extractor(self) -> Any:
+        from transformers import WhisperFeatureExtractor
+
+        found = WhisperFeatureExtractor.from_pretrained(self._folder)
+        if (found.sampling_rate, found.chunk_length) != (RATE, SECONDS):
+            what = f"a model of {found.chunk_length} s at {found.sampling_rate} samples per second"
+            raise Unsupported(what, f"windows are of {SECONDS} s at {RATE}", "Use a Whisper model")
+        return found
+
+    def __call__(self, samples: Samples) -> Tensor:
+        """Float32 [bins, frames] of at most `SECONDS`, filled up with silence."""
+        found: Tensor = self._extractor(samples, sampling_rate=RATE, return_tensors="pt").input_features[0]
+        return found
+
+
+class Times:
+    """Logits processor by which timestamps come in pairs and never go back.
+
+    They follow OpenAI's ApplyTimestampRules (openai/whisper, whisper/decoding.py): words stand between a timestamp that
+    begins them and one that ends them; a timestamp is due where all of them together are likelier than any word.
+
+    Args:
+        listening: the vocabulary.
+        length: tokens of the prompt.
+    """
+
+    def __init__(self, listening: Listening, length: int) -> None:
+        self._own, self._length = listening, length
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores [1, V] after ids [1, n]."""
+        first, end = self._own.first_time, self._own.end
+        said, scores = ids[0, self._length :].tolist(), scores.clone()
+        scores[:, self._own.untimed] = -torch.inf
+        if said and said[-1] >= first:
+            if len(said) < 2 or said[-2] >= first:
+                scores[:, first:] = -torch.inf
+            else:
+                scores[:, :end] = -torch.inf
+        times = [token for token in said if token >= first]
+        if times:
+            opened = said[-1] >= first and not (len(said) < 2 or said[-2] >= first)
+            scores[:, first : times[-1] + (not opened)] = -torch.inf
+        if not said:
+            scores[:, :first] = -torch.inf
+            scores[:, first + round(_LATEST / STEP) + 1 :] = -torch.inf
+        logs = scores.float().log_softmax(-1)
+        if logs[0, first:].logsumexp(-1) > logs[0, :first].max():
+            scores[:, :first] = -torch.inf
+        return scores
