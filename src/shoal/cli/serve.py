@@ -35,8 +35,8 @@ EXAMPLES = """examples:
   shoal serve --model path/to/model --lora sql=path/to/adapter --lora tone=path/to/adapter.gguf:0.5
   shoal serve --models path/to/models --lora sql=path/to/adapter --lora-for big=tone=path/to/adapter.gguf
 """
-_SETTINGS = ("method", "default_max_tokens", "max_tokens", "max_n", "max_body", "grace", "log_prompts", "strict",
-             "stall", "members_folder")
+_SETTINGS = ("method", "default_max_tokens", "max_tokens", "max_n", "max_body", "max_audio", "max_audio_seconds",
+             "grace", "log_prompts", "strict", "stall", "members_folder")
 """Options that are settings of the same name and value."""
 
 
@@ -87,6 +87,8 @@ def _add_limits(parser: Parser) -> None:
     group.add_argument("--max-n", metavar="N", type=int, default=16, help="most answers per request, branches of "
                        "searches counted")
     group.add_argument("--max-body", metavar="BYTES", type=int, default=1 << 20, help="most bytes of a request")
+    group.add_argument("--max-audio", metavar="BYTES", type=int, default=25 << 20, help="most bytes of one with sound")
+    group.add_argument("--max-audio-seconds", metavar="S", type=float, default=4 * 3600.0, help="most seconds of sound")
     group.add_argument("--method-limit", metavar="METHOD.KNOB=N", type=_limit, action="append", default=[],
                        help="largest value that a request may give that option; repeatable")
     group.add_argument("--stall", metavar="S", type=float, default=30.0, help="seconds of one decoding step after "

@@ -19,7 +19,7 @@ from starlette.middleware.cors import CORSMiddleware
 from shoal import __version__
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.serve import docs_page
-from shoal.serve.errors import LOG, ApiError, failed, no_model
+from shoal.serve.errors import LOG, ApiError, failed, hears, no_model
 from shoal.serve.handler import RequestHandler
 from shoal.serve.metrics import Metrics
 from shoal.serve.middleware import LOCAL, Gate
@@ -34,6 +34,7 @@ from shoal.serve.protocol.responses import ResponseBody
 from shoal.serve.protocol.tokens import DetokenizeBody, TokenizeBody, TokenRoutes
 from shoal.serve.protocol.vectors import EmbedBody, EmbeddingBody, RerankBody
 from shoal.serve.settings import Settings
+from shoal.serve.speech import SpeechBody, SpeechRoutes
 from shoal.serve.vectors import VectorRoutes
 
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
@@ -103,15 +104,27 @@ BODIES: dict[str, type[BaseModel] | None] = {
     "/api/chat": OllamaBody, "/api/generate": OllamaBody, "/api/show": None,
     "/v1/embeddings": EmbeddingBody, "/api/embed": EmbedBody, "/api/embeddings": EmbedBody,
     "/v1/rerank": RerankBody, "/rerank": RerankBody, "/tokenize": TokenizeBody, "/detokenize": DetokenizeBody,
+    "/v1/audio/transcriptions": SpeechBody, "/v1/audio/translations": SpeechBody,
     "/playground/plan": PlanBody, "/playground/call": ToolCallBody,
 }
 """The routes that one model answers, and what they are sent."""
 
 
+_OF_TEXT = ("/v1/chat/completions", "/v1/completions", "/infill", "/v1/responses", "/v1/messages",
+            "/v1/messages/count_tokens", "/api/chat", "/api/generate", "/v1/embeddings", "/api/embed",
+            "/api/embeddings", "/v1/rerank", "/rerank")
+"""Those that a model of speech does not answer."""
+
+
+async def _hears(request: Request) -> Response:
+    raise hears()
+
+
 def add_post(app: FastAPI, path: str, answer: Callable[..., Any]) -> None:
     """Add one of these routes."""
     kind = BODIES[path]
-    app.post(path, openapi_extra=None if kind is None else _body(kind))(answer)
+    form = "multipart/form-data" if kind is SpeechBody else "application/json"
+    app.post(path, openapi_extra=None if kind is None else _body(kind, form))(answer)
 
 
 @dataclass(frozen=True)
@@ -135,6 +148,7 @@ def model_routes(scheduler: Scheduler, settings: Settings, metrics: Metrics) -> 
     """What a model answers; without the page's routes where there is no page."""
     handler, engine = RequestHandler(scheduler, settings, metrics), scheduler.engine
     ollama, vectors = OllamaRoutes(handler, engine, settings), VectorRoutes(engine, settings)
+    speech = SpeechRoutes(engine, settings)
     tokens, page = TokenRoutes(scheduler, settings), Playground(engine, settings)
 
     async def plan(request: Request) -> dict[str, Any]:
@@ -151,9 +165,12 @@ def model_routes(scheduler: Scheduler, settings: Settings, metrics: Metrics) -> 
         "/api/chat": ollama.chat, "/api/generate": ollama.generate, "/api/show": ollama.show,
         "/v1/embeddings": vectors.embed, "/api/embed": vectors.embed_as_ollama,
         "/api/embeddings": vectors.embed_as_ollama, "/v1/rerank": vectors.rerank, "/rerank": vectors.rerank,
+        "/v1/audio/transcriptions": speech.transcribe, "/v1/audio/translations": speech.translate,
         "/tokenize": tokens.tokenize, "/detokenize": tokens.detokenize, "/playground/plan": plan,
         "/playground/call": page.call,
     }
+    if engine.encoder is not None:
+        posts |= dict.fromkeys(_OF_TEXT, _hears)
     reads = {"/props": tokens.props, "/playground/model": model, "/playground/tools": page.tools,
              "/api/tags": ollama.tags, "/api/ps": ollama.running}
     return ModelRoutes(shown(posts, settings), shown(reads, settings))
@@ -224,8 +241,8 @@ def add_page(app: FastAPI) -> None:
         return page_file(found, name)
 
 
-def _body(kind: type[BaseModel]) -> dict[str, Any]:
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": kind.model_json_schema()}}}}
+def _body(kind: type[BaseModel], form: str) -> dict[str, Any]:
+    return {"requestBody": {"required": True, "content": {form: {"schema": kind.model_json_schema()}}}}
 
 
 async def _error(request: Request, error: Exception) -> Response:

@@ -59,6 +59,11 @@ def no_model(name: str, *served: str) -> ApiError:
     return ApiError(404, f"there is no model {name!r} here, only {told}", param="model", code="model_not_found")
 
 
+def hears() -> ApiError:
+    """A 400 for a request for text to a model of speech."""
+    return ApiError(400, "this model hears speech; send a file to /v1/audio/transcriptions", param="model")
+
+
 def refused(param: str, message: str) -> ApiError:
     """A 400 about one field."""
     return ApiError(400, message, param=param)

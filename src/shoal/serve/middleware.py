@@ -68,7 +68,7 @@ class Gate:
             self._check(scope["method"], scope["path"], headers)
             with self._patience(line):
                 as_get = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope  # uvicorn sends no body
-                await self._app(as_get, self._bounded(receive), answer)
+                await self._app(as_get, self._bounded(receive, scope["path"]), answer)
         except ApiError as error:
             await error.response(scope["path"])(scope, receive, answer)
         except ClientDisconnect:  # before its request was complete, or its answer
@@ -110,20 +110,20 @@ class Gate:
             check_key(headers, self._settings.api_keys)  # a page with a key was given it, so its origin may be any
         else:
             check_origin(method, headers, self._settings.cors_origins)
-        length = headers.get("content-length", "0")
-        if length.isdigit() and int(length) > self._settings.max_body:
-            raise too_large(self._settings.max_body)
+        length, limit = headers.get("content-length", "0"), self._settings.limit_of(path)
+        if length.isdigit() and int(length) > limit:
+            raise too_large(limit)
 
-    def _bounded(self, receive: Receive) -> Receive:
+    def _bounded(self, receive: Receive, path: str) -> Receive:
         """`receive`, with an error if the body exceeds the limit without having said so in a header."""
-        seen = 0
+        seen, limit = 0, self._settings.limit_of(path)
 
         async def bounded() -> Message:
             nonlocal seen
             message = await receive()
             seen += len(message.get("body", b""))
-            if seen > self._settings.max_body:
-                raise too_large(self._settings.max_body)
+            if seen > limit:
+                raise too_large(limit)
             return message
 
         return bounded

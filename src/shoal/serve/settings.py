@@ -29,6 +29,8 @@ class Settings:
         max_tokens: the largest limit that a request may name.
         max_n: most answers per request, over all its prompts; a search counts once per possible branch.
         max_body: most bytes of a request.
+        max_audio: most bytes of one with sound.
+        max_audio_seconds: most seconds of sound.
         timeout: seconds after which a request is answered 504; None for no limit.
         grace: seconds that requests have to finish when the server shuts down.
         log_prompts: whether logs may contain prompts and answers.
@@ -53,6 +55,8 @@ class Settings:
     max_tokens: int = 16384
     max_n: int = 16
     max_body: int = 1 << 20
+    max_audio: int = 25 << 20
+    max_audio_seconds: float = 4 * 3600.0
     timeout: float | None = 600.0
     grace: float = 30.0
     log_prompts: bool = False
@@ -66,6 +70,10 @@ class Settings:
     members_folder: str = ""
     tools: McpServers | None = field(default=None, repr=False)
 
+    def limit_of(self, path: str) -> int:
+        """Most bytes of a request on a path."""
+        return max(self.max_body, self.max_audio) if path.startswith("/v1/audio/") else self.max_body
+
     @property
     def names(self) -> tuple[str, ...]:
         """The names under which the model answers, its own first."""
@@ -76,7 +84,7 @@ class Settings:
         return name if name in self.adapters else ""
 
     def __post_init__(self) -> None:
-        for name in ("default_max_tokens", "max_tokens", "max_n", "max_body"):
+        for name in ("default_max_tokens", "max_tokens", "max_n", "max_body", "max_audio"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.timeout is not None and not self.timeout > 0:
@@ -84,6 +92,8 @@ class Settings:
         for name in ("grace", "keep_alive"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be >= 0 seconds, and finite")
+        if not self.max_audio_seconds > 0:
+            raise ValueError(f"max_audio_seconds is {self.max_audio_seconds}; it must be more than 0 seconds")
         if not self.stall > 0:
             raise ValueError(f"stall is {self.stall}; it must be more than 0 seconds")
         if "" in self.api_keys:

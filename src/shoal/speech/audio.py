@@ -77,11 +77,11 @@ class Audio:
 
     def pieces(self) -> Iterator[Samples]:
         """The samples, in -1..1, in pieces of any length; ValueError where the file breaks off or is too long."""
-        resampler, count = self._av.AudioResampler(format="flt", layout="mono", rate=RATE), 0
+        resampler, count = self._av.AudioResampler(format="s16", layout="mono", rate=RATE), 0
         try:
             for frame in self._frames():
                 for made in resampler.resample(frame):
-                    piece: Samples = made.to_ndarray().reshape(-1).astype(np.float32, copy=False)
+                    piece: Samples = made.to_ndarray().reshape(-1).astype(np.float32) / 32768  # as models learned it
                     count += len(piece)
                     self._check(count / RATE)
                     yield piece

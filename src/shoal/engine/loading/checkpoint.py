@@ -20,6 +20,7 @@ from shoal.errors import LAB_INSTALL, Unsupported, told_by_transformers
 from shoal.hub.names import entry_of
 from shoal.hub.places import find
 from shoal.model.config import WIDTHS, check_sizes
+from shoal.model.encoder import ENCODERS
 from shoal.model.gguf.header import is_gguf
 from shoal.model.gguf.splits import further_beside, only_model
 from shoal.model.lora.adapter import Place, place_in_layers
@@ -152,6 +153,11 @@ class Checkpoint:
     def _own(self) -> Any | None:
         """The class of its config where transformers has none."""
         return None if self._gguf is not None else OWN_CONFIGS.get(self._model_type)
+
+    @property
+    def encodes(self) -> bool:
+        """Whether the model has an encoder, beside which Shoal runs its decoder. Its usual dtype is float32."""
+        return self._gguf is None and self._model_type in ENCODERS
 
     @property
     def _model_type(self) -> str:

@@ -91,8 +91,9 @@ def load(
         raise Unsupported("a limit on memory", "it is that of one process on a CPU", "Leave memory out")
     if isinstance(model, str):
         where = device_of(device)
-        kind = as_dtype(dtype) if dtype is not None else default_dtype(where)
         files = Checkpoint(model, revision, trust_remote_code)
+        usual = torch.float32 if files.encodes and where.type == "cpu" else default_dtype(where)
+        kind = as_dtype(dtype) if dtype is not None else usual
         if tensor_parallel:
             return _shared(files, tokenizer, kind, where)
         if transform is not None:
@@ -231,13 +232,13 @@ def _from_files(
     if source is None:
         asked = ("backend 'hf'", 'Use backend="packed"') if backend == "hf" else ("weights", "Convert to safetensors")
         check_modules(config, *asked)
-    encodes = config.model_type in ENCODERS
-    runner = "" if source is None else _pack(config, source, dtype, device, quant, "packed" if encodes else backend)
+    packing: Backend = "packed" if files.encodes else backend
+    runner = "" if source is None else _pack(config, source, dtype, device, quant, packing)
     if not isinstance(runner, str):
         made = _engine(runner, tokenizer, config, files.generation_config(), files.name, card, files)
         made.encoder = None if source is None else encoder_of(config, source, runner, files.place)
         return made
-    if encodes:
+    if files.encodes:
         raise Unsupported(f"model type {config.model_type!r} on transformers' modules", "Shoal runs its decoder packed",
                           'Use safetensors, and backend="packed"')
     with naming(lambda: (f"the model {files.name!r} in {dtype}", _SMALLER)):

@@ -71,9 +71,17 @@ def fits_kernels(shape: Shape, dtype: torch.dtype, device: torch.device) -> bool
     return even and few and device.type == "cpu" and dtype in _KINDS
 
 
-def pack_for(weight: Tensor, role: Role, quant: Quant | None, arena: native.Arena) -> native.PackedWeight:
-    """Pack a matrix for its role, in its dtype or quantised, into memory of `arena`."""
+def pack_for(
+    weight: Tensor, role: Role, quant: Quant | None, arena: native.Arena, halves: bool = False
+) -> native.PackedWeight:
+    """Pack a matrix for its role, in its dtype or quantised, into memory of `arena`.
+
+    Args:
+        halves: whether a float32 matrix whose numbers are all float16's takes two bytes each, as in its checkpoint.
+    """
     kind = quant_for(role, quant) or _KINDS[weight.dtype]
+    if halves and kind == "fp32" and torch.equal(weight.half().float(), weight):
+        kind = "fp16"
     return native.pack(weight, kind, paired=role == "pair", arena=arena)
 
 

@@ -34,6 +34,8 @@ from shoal.serve.router.loading import ModelLoader
 from shoal.serve.router.pulling import PullRoute
 from shoal.serve.router.shelf import Shelf, Shelved, failure
 from shoal.serve.settings import Settings
+from shoal.serve.speech import MODEL as SPEECH_MODEL
+from shoal.serve.speech import form_of
 
 _NAMED = ("model", "name")
 _SHOW = f"{OLLAMA_ROUTE}show"
@@ -107,6 +109,16 @@ class Router:
             return JSONResponse({**wire.loaded(), "done_reason": "unload"})
         given["model"] = name
         return Forwarded(self._shelf, one, name, json.dumps(given, ensure_ascii=False).encode(), keep)
+
+    async def hear(self, request: Request) -> Response:
+        """Hand a form with sound to the model that it names, or the first."""
+        raw = await request.body()
+        form = await form_of(request)
+        named = form.get("model")
+        await form.close()
+        one, name = self._meant(named if isinstance(named, str) and named else None)
+        request.scope[SPEECH_MODEL] = name
+        return Forwarded(self._shelf, one, name, raw, None)
 
     async def look(self, request: Request) -> Response:
         """Ask the model that the query names, or the first."""
@@ -249,7 +261,8 @@ def create_router(shelf: Shelf, loader: ModelLoader, settings: Settings, pulls: 
 
     app, router = base_app(settings, lifespan), Router(shelf, loader, settings)
     for path in shown(BODIES, settings):
-        add_post(app, path, router.show if path == _SHOW else router.forward)
+        hears = path.startswith("/v1/audio/")
+        add_post(app, path, router.show if path == _SHOW else router.hear if hears else router.forward)
     app.get("/props")(router.props)
     for path in shown(dict.fromkeys(("/playground/model", "/playground/tools")), settings):
         app.get(path)(router.look)

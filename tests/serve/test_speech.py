@@ -1,0 +1,111 @@
+"""Speech over HTTP: a form with a file, the official client, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import shoal
+from serving import MODEL, Running, serving
+from shoal.serve.protocol.fields import IGNORED
+from shoal.speech.transcribe import Transcriber, Wish
+from whispers import tone, wav, whisper, write
+
+pytest.importorskip("av")
+pytest.importorskip("multipart")
+SOUND = wav(tone(1.5))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    engine = shoal.load(write(tmp_path_factory.mktemp("whisper") / "model", whisper(2)))
+    with serving(engine, max_audio=200_000, max_audio_seconds=5.0) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def said(server: Running) -> str:
+    """What the library hears."""
+    course = Transcriber(server.engine).begin(iter([tone(1.5).astype("float32") / 32768]), Wish())
+    found = "".join(one.text for one in course.segments()).strip()
+    assert found
+    return found
+
+
+def ask(server: Running, data: bytes = SOUND, path: str = "transcriptions", **fields: Any) -> httpx.Response:
+    return httpx.post(f"{server.url}/v1/audio/{path}", files={"file": ("x.wav", data)}, data=fields, timeout=60)
+
+
+def refusal(found: httpx.Response, status: int = 400) -> str:
+    assert found.status_code == status, found.text
+    return str(found.json()["error"]["message"])
+
+
+def test_the_official_client_is_answered(server: Running, said: str) -> None:
+    client = server.client()
+    create = client.audio.transcriptions.create
+    plain = create(model=MODEL, file=("x.wav", SOUND))
+    assert plain.text == said and plain.usage.seconds == 2
+    whole = create(model=MODEL, file=("x.wav", SOUND), response_format="verbose_json", language="en", temperature=0,
+                   timestamp_granularities=["segment"])
+    assert (whole.text, whole.language, whole.duration) == (said, "en", 1.5)
+    assert "".join(one.text for one in whole.segments).strip() == said
+    assert create(model=MODEL, file=("x.wav", SOUND), response_format="text") == f"{said}\n"
+    assert create(model=MODEL, file=("x.wav", SOUND), response_format="vtt").startswith("WEBVTT\n\n00:00:")
+    assert create(model=MODEL, file=("x.wav", SOUND), response_format="srt").startswith("1\n00:00:")
+    events = [*create(model=MODEL, file=("x.wav", SOUND), stream=True)]
+    assert [one.type for one in events][-1] == "transcript.text.done" and events[-1].text == said
+    assert "".join(one.delta for one in events[:-1]).strip() == said
+
+
+def test_fields_may_be_missing_and_unknown_ones_are_named(server: Running, said: str) -> None:
+    assert ask(server).json()["text"] == said
+    found = ask(server, chunking_strategy="server_vad", response_format="json")
+    assert found.json()["text"] == said and found.headers[IGNORED] == "chunking_strategy"
+
+
+@pytest.mark.parametrize(("fields", "told"), [
+    ({"language": "xx"}, "language 'xx' is asked for; the model writes down English"),
+    ({"temperature": "warm"}, "temperature is 'warm'; it must be a number"),
+    ({"temperature": "1.5"}, "temperature: Input should be less than or equal to 1"),
+    ({"stream": "perhaps"}, "stream is 'perhaps'; it must be true or false"),
+    ({"response_format": "diarized_json"}, "response_format: Input should be"),
+    ({"timestamp_granularities[]": "word"}, "timestamp_granularities.0: Input should be 'segment'"),
+    ({"include[]": "logprobs"}, "log-probabilities of transcripts are not returned"),
+    ({"known_speaker_names[]": "Ann"}, "speakers are not told apart"),
+])
+def test_what_cannot_be_done_is_refused(server: Running, fields: dict[str, str], told: str) -> None:
+    assert told in refusal(ask(server, **fields))
+
+
+def test_bad_sounds_cost_a_line_and_no_server(server: Running, said: str) -> None:
+    assert "'x.wav' cannot be read as audio" in refusal(ask(server, b"no sound"))
+    assert "is 6 s long; it must be at most 5 s" in refusal(ask(server, wav(tone(6.0)[::1])[:192_044]))
+    assert "larger than 1048576 bytes" in refusal(ask(server, bytes(1_100_000)), 413)
+    assert "task is" not in refusal(ask(server, path="translations"))
+    url = f"{server.url}/v1/audio/transcriptions"
+    assert "must be a form" in refusal(httpx.post(url, json={"file": "x"}))
+    assert "has no file" in refusal(httpx.post(url, data={"model": MODEL}, files={"other": b"x"}))
+    assert "there is no model 'other'" in refusal(ask(server, model="other"), 404)
+    broken = httpx.post(url, content=b"--x\r\nnothing", headers={"content-type": "multipart/form-data; boundary=x"})
+    assert broken.status_code == 400
+    events = ask(server, b"no sound", stream="true").text
+    assert "cannot be read as audio" in json.loads(events.removeprefix("data: "))["error"]["message"]
+    assert ask(server).json()["text"] == said
+
+
+def test_a_model_of_speech_says_where_to_send_what(server: Running) -> None:
+    for path, body in (("completions", {"prompt": "Hi"}), ("embeddings", {"input": "Hi"}),
+                       ("chat/completions", {"messages": [{"role": "user", "content": "Hi"}]})):
+        found = httpx.post(f"{server.url}/v1/{path}", json={"model": MODEL, **body}, timeout=60)
+        assert "/v1/audio/transcriptions" in refusal(found)
+
+
+def test_a_model_of_text_hears_nothing(tmp_path: Path) -> None:
+    with serving(shoal.load()) as running:
+        assert "reads text alone" in refusal(ask(running))
