@@ -15,6 +15,8 @@ FILES = {
     "gemma3": ("gemma-3-270m-q4_k_m.gguf",),
     "qwen05": ("qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",),
     "qwen15": ("qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",),
+    "whisper-base": ("whisper-base",),
+    "whisper-tiny.en": ("whisper-tiny.en",),
 }
 """Names of tests to file names; a folder in the Hugging Face format under the test's name goes first."""
 

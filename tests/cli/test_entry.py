@@ -147,8 +147,8 @@ def listed(capsys, *argv: str) -> list[str]:
 
 
 def test_help_lists_the_usual_commands_and_help_all_every_one(capsys):
-    assert listed(capsys, "--help") == ["generate", "run", "chat", "serve", "pull", "models", "rm", "batch",
-                                        "recommend"]
+    assert listed(capsys, "--help") == ["generate", "run", "chat", "serve", "transcribe", "pull", "models", "rm",
+                                        "batch", "recommend"]
     assert set(listed(capsys, "--help-all")) == set(known())
 
 

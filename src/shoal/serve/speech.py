@@ -60,7 +60,7 @@ _UNREAD: Mapping[str, Unread] = {
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Wanted:
     """A request: its fields, its file, and the names of what has no effect."""
 
     body: SpeechBody
@@ -110,7 +110,7 @@ class SpeechRoutes:
         await unless_left(request, self._hear(request, heard, segments.append))
         return self._written(asked.body, segments, heard, named(asked.ignored))
 
-    def _begun(self, asked: _Asked, task: str) -> _Heard:
+    def _begun(self, asked: _Wanted, task: str) -> _Sound:
         """The file and how it is to be heard; ApiError 400 for what the model does not do."""
         body, hot = asked.body, asked.body.temperature
         wish = Wish(None if task == "translate" else body.language, task, prompt=body.prompt,
@@ -119,9 +119,9 @@ class SpeechRoutes:
             self._transcriber.check(wish)
         except ValueError as error:
             raise refused("language" if body.language else "model", str(error)) from None
-        return _Heard(self._transcriber, asked.file.file, asked.file.filename or "the file", wish, self._settings)
+        return _Sound(self._transcriber, asked.file.file, asked.file.filename or "the file", wish, self._settings)
 
-    def _asked(self, request: Request, form: FormData) -> _Asked:
+    def _asked(self, request: Request, form: FormData) -> _Wanted:
         file = form.get("file")
         if not isinstance(file, UploadFile):
             raise refused("file", "the form has no file; its field file must be the audio")
@@ -134,7 +134,7 @@ class SpeechRoutes:
         body = validated(kept, SpeechBody)
         if MODEL not in request.scope and body.model and body.model not in self._settings.names:
             raise no_model(body.model, *self._settings.names)
-        return _Asked(body, file, ignored)
+        return _Wanted(body, file, ignored)
 
     @cached_property
     def _transcriber(self) -> Transcriber:
@@ -143,7 +143,7 @@ class SpeechRoutes:
         except ValueError as error:
             raise refused("model", str(error)) from None
 
-    async def _hear(self, request: Request, heard: _Heard, put: Callable[[Segment], object]) -> None:
+    async def _hear(self, request: Request, heard: _Sound, put: Callable[[Segment], object]) -> None:
         """Hear a file in its turn, in a thread which hands over the segments, and stops if nobody waits for them.
 
         Raises:
@@ -157,7 +157,7 @@ class SpeechRoutes:
             note(request.scope, audio_seconds=round(heard.seconds, 3))
 
     def _written(
-        self, body: SpeechBody, segments: list[Segment], heard: _Heard, headers: Mapping[str, str]
+        self, body: SpeechBody, segments: list[Segment], heard: _Sound, headers: Mapping[str, str]
     ) -> Response:
         form, language = body.response_format, heard.language
         if form in subtitles.CUES:
@@ -169,7 +169,7 @@ class SpeechRoutes:
             return JSONResponse({**found, "usage": heard.usage}, headers={**headers})
         return JSONResponse({"text": subtitles.text(segments), "usage": heard.usage}, headers={**headers})
 
-    async def _events(self, request: Request, heard: _Heard) -> AsyncIterator[str]:
+    async def _events(self, request: Request, heard: _Sound) -> AsyncIterator[str]:
         """The segments as events, each as soon as it is heard."""
         said, come, loop = list[Segment](), asyncio.Queue[Segment | None](), asyncio.get_running_loop()
         work = asyncio.ensure_future(
@@ -189,7 +189,7 @@ class SpeechRoutes:
             work.cancel()
 
 
-class _Heard:
+class _Sound:
     """A file that is heard for a request, and closed afterwards."""
 
     def __init__(

@@ -1,7 +1,7 @@
 """Transcripts: a window of thirty seconds after another, each with what was said before as context.
 
 Radford et al., 2022, arXiv 2212.04356, section 4.5: a window is decoded again, at higher and higher temperatures, while
-its text is improbable or repeats itself; it is taken for silent where the model says so and its text is improbable too.
+its text is improbable or repeats itself; it is silent where the model says so and its text is improbable too.
 """
 
 from __future__ import annotations
@@ -26,6 +26,12 @@ from shoal.speech.listening import SECONDS, STEP, Features, Listening, Times
 TASKS = ("transcribe", "translate")
 FALLBACK = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 """Temperatures of OpenAI's command."""
+_SURE = 0.9
+"""Above this probability that nobody speaks no text is asked for: noise alone is given confident ones."""
+_DOUBT = -0.5
+"""The mean log-probability that a text needs where perhaps nobody speaks. OpenAI's command asks for -1, and then writes
+"thanks for watching" under noise; words that were spoken hardly ever meet this bound, since the model hears a speaker.
+"""
 _HOT = 0.5
 """Above this temperature a text is no context for the next window."""
 
@@ -42,7 +48,8 @@ class Wish:
         temperatures: those that a window is decoded at, one after the other, until its text is good.
         most_compressed: above this ratio of a text's bytes to its compressed ones it repeats itself.
         least_likely: below this mean log-probability of its tokens a text is improbable.
-        silent: above this probability that nobody speaks, an improbable text is left out.
+        silent: above this probability that nobody speaks, a text is left out unless it is quite probable, and above 0.9
+            in any case; 1 leaves out nothing.
         goes_on: whether what was said before is the context of a window.
         method: how the decoder runs, as of `shoal.Engine.generate`.
 
@@ -154,8 +161,13 @@ class Transcriber:
         wish = course.wish
         start, seconds = course.at / RATE, len(samples) / RATE
         source = self._encoder(self._features(samples))
-        heard = self._hear(source, course)
-        if heard.silence > wish.silent and heard.likely < wish.least_likely:
+        first = self._first_logits(source)
+        silence = first.softmax(-1)[self._own.silence].item()
+        if silence > max(_SURE, wish.silent):
+            course.at += len(samples)
+            return []
+        heard = self._hear(source, course, first, silence)
+        if heard.silence > wish.silent and heard.likely < max(wish.least_likely, _DOUBT):
             course.at += len(samples)
             return []
         found, moved = [self._segment(heard, heard.tokens, start, start + seconds)], seconds
@@ -167,10 +179,9 @@ class Transcriber:
         course.said += [token for token in heard.tokens if token < self._own.first_time]
         return [one for one in found if one.text.strip()]
 
-    def _hear(self, source: Encoded, course: Transcript) -> _Heard:
+    def _hear(self, source: Encoded, course: Transcript, first: Tensor, silence: float) -> _Heard:
         """The window's answer at the first temperature at which it is good, else that of the last one."""
-        wish, first = course.wish, self._first_logits(source)
-        silence = first.softmax(-1)[self._own.silence].item()
+        wish = course.wish
         if course.language is None and self._own.languages:
             codes = list(self._own.languages)
             course.language = codes[int(first[list(self._own.languages.values())].argmax())]

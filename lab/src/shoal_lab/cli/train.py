@@ -3,15 +3,14 @@
 The answers and their states are made first, and kept in a folder that several components can share. After a kill, the
 same command resumes. The model itself is not trained, except by `heal`.
 
-`dynamic_context` guesses nothing: it is a gate that chooses which of an answer's tokens stay in the KV. Neither does
-`first`: routers that choose, after a prompt, which layers the answer runs. Neither does `read_me`: the MLPs' neurons in
-groups, and a router that chooses by the last tokens which groups the next forward runs.
+Some guess nothing: `dynamic_context` chooses which of an answer's tokens stay in the KV, `first` after a prompt which
+layers the answer runs, `read_me` by the last tokens which groups of the MLPs' neurons the next forward runs.
 `drafter` is a model of its own for `deer`: the model's outer layers, trained to fill a block of masks. `dflash` fills
 one by layers that read the model's states.
 `heal` writes the model anew, with low-rank adapters trained to make up for layers that a depth plan skips, or for what
 `shoal prune` removed.
 `hybrid` turns two thirds of a Llama's attention layers into gated delta layers, and stores those alone.
-`diffusion` is a small masked-diffusion model trained from scratch on generated lists, squares, sums and sentences.
+`diffusion` is a small masked-diffusion model trained from scratch on generated lists, sums and sentences.
 """
 
 from __future__ import annotations

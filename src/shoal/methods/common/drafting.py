@@ -272,13 +272,12 @@ def brought_layer(info: ModelInfo, length: int, stop: float) -> LayerProposer | 
         raise Unsupported("mtp with tensor parallelism", "each process has a slice of the head alone",
                           "Use one process, or replicas")
     key = "mtp", length, stop
-    if key not in info.memory:
+    if key not in info.memory and (head := info.mtp()) is not None:
         from shoal.speculative.eagle import LayerProposer
         from shoal.speculative.growth import Branching
 
-        head = info.mtp()
-        info.memory[key] = head and LayerProposer(head, Branching((1,) * length), stop)
-    found: LayerProposer | None = info.memory[key]
+        info.memory[key] = LayerProposer(head, Branching((1,) * length), stop)
+    found: LayerProposer | None = info.memory.get(key)
     return found
 
 

@@ -220,7 +220,7 @@ def build(
     kernels = kernels and fits_kernels(shape, dtype, device) and native.available()
     pack_one: Pack = partial(pack, quant=quant)
     if kernels:
-        halves = getattr(config, "dtype", None) == torch.float16
+        halves = vars(config).get("dtype") == torch.float16
         pack_one = partial(pack_for, quant=quant, arena=native.Arena(), halves=halves)
     pack_file, kept, pack_blocks, told = None, None, None, None
     if kernels and quant is None:
