@@ -65,7 +65,8 @@ several lines, tools of MCP servers; 1,430: several models in one server: names,
 memory, turns, pulls by request; 950: adapters of low rank: peft's folders and GGUF files, on kernels, packed layers
 and modules; 285: what files tell of a model that is not in memory; 230: adapters
 of several models, whose sizes files tell; 140: tools of MCP servers on the page;
-500: attention to what an encoder made of a source, in torch and in C; 1,100: speech: audio files, windows, timestamps, subtitles, its command and its routes."""
+500: attention to what an encoder made of a source, in torch and in C; 1,100: speech: audio files, windows,
+timestamps, subtitles, its command and its routes."""
 MOST_CORE_FILES = 358  # 20: recurrent; 4: experts; 4: SambaY; 3: latent; 8: GGUF; 6: classics; 20: drafts; 11: hub;
 # 9: what clients speak; 1: threads that part; 2: what is told of a model, how it lies in files; 1: whose adapters are;
 # 1: options of tools; 3: sources and their encoders; 7: speech
