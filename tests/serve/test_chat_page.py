@@ -71,10 +71,11 @@ def test_an_answer_streams_stops_and_goes_on(driver: Any, server: Running) -> No
 
 def test_what_was_deleted_during_its_answer_stays_so(driver: Any, server: Running) -> None:
     page = ChatPage(driver, server, max_tokens=400)
-    page.keys("Hi", key("ENTER"))
-    wait(lambda: page.busy and page.all("#list .remove"))
-    page.click("#list .remove")
-    driver.switch_to.alert.accept()
+    with server.engine.turn():  # so that no answer ends before its conversation does
+        page.keys("Hi", key("ENTER"))
+        wait(lambda: page.busy and page.all("#list .remove"))
+        page.click("#list .remove")
+        driver.switch_to.alert.accept()
     wait(lambda: server.scheduler.running == 0 and not page.busy)
     page.open()
     assert not page.all(".pick")
