@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import httpx
 import pytest
 
 import shoal
-from serving import MODEL, Running, serving
+from serving import MODEL, Running, routing, serving, tiny_engine
+from shoal.engine.loading.checkpoint import Checkpoint
+from shoal.serve.facts import ModelFacts
 from shoal.serve.protocol.fields import IGNORED
 from shoal.speech.transcribe import Transcriber, Wish
 from whispers import tone, wav, whisper, write
@@ -109,3 +112,23 @@ def test_a_model_of_speech_says_where_to_send_what(server: Running) -> None:
 def test_a_model_of_text_hears_nothing(tmp_path: Path) -> None:
     with serving(shoal.load()) as running:
         assert "reads text alone" in refusal(ask(running))
+
+
+def test_among_several_models_the_named_one_hears(tmp_path: Path, said: str) -> None:
+    folder = str(write(tmp_path / "model", whisper(2)))
+    with routing({"text": tiny_engine, "ears": lambda: shoal.load(folder)}) as running:
+        url = f"{running.url}/v1/audio/transcriptions"
+        sound = {"file": ("x.wav", SOUND)}
+        assert httpx.post(url, files=sound, data={"model": "ears"}, timeout=60).json()["text"] == said
+        assert "reads text alone" in refusal(httpx.post(url, files=sound, data={"model": "text"}, timeout=60))
+        assert "no model 'other'" in refusal(httpx.post(url, files=sound, data={"model": "other"}, timeout=60), 404)
+        assert "must be a form" in refusal(httpx.post(url, json={"model": "ears"}, timeout=60))
+        text = httpx.post(f"{running.url}/v1/completions", json={"model": "text", "prompt": "Hi", "max_tokens": 3})
+        assert text.status_code == 200
+
+
+def test_a_models_files_tell_of_it_without_loading(tmp_path: Path) -> None:
+    folder = write(tmp_path / "model", whisper(2))
+    facts = ModelFacts.of_files(Checkpoint(str(folder), None, False))
+    assert (facts.family, facts.layers, facts.positions, facts.template) == ("whisper", 3, 96, None)
+    assert facts == replace(ModelFacts.of_engine(shoal.load(str(folder))), form=facts.form)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from shoal.decode.recipe import Recipe
 from shoal.decode.running_sequence import RunningSequence
 from shoal.engine.request import Request
+from shoal.model.encoder import Encoder
 from shoal.model.kv.cache import KVCache
 from shoal.model.runner import ModelRunner
 from shoal.types import ModelInfo
@@ -21,6 +22,7 @@ class LoadedModel(Protocol):
     tokenizer: Any
     model: Any
     model_name: str
+    encoder: Encoder | None
 
     @property
     def fingerprint(self) -> str:

@@ -89,7 +89,8 @@ def context_of(config: Any) -> int | None:
     With "longrope" it is the length up to which the rotary table stays the same: beyond it, one table serves a whole
     forward, whatever its sequences need, and does not fit the keys that are already stored.
     """
-    context: int | None = getattr(config, "max_position_embeddings", None)
+    names = "max_position_embeddings", "max_target_positions"  # the latter of an encoder-decoder's decoder
+    context: int | None = next((size for name in names if (size := getattr(config, name, None)) is not None), None)
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     if rope.get("rope_type", rope.get("type")) != "longrope":
         return context

@@ -21,7 +21,7 @@ from shoal.model.packed.source import Source
 
 ENCODERS: Mapping[str, str] = MappingProxyType({"whisper": "model.encoder."})
 """Model types whose decoders Shoal runs beside their encoder, and what the names of its tensors begin with."""
-_KEPT = 4
+_KEPT = 2
 """Sources that were encoded last, which are not encoded again."""
 
 
@@ -33,10 +33,11 @@ class Encoder:
             [1, places, hidden].
         runner: of the decoder.
         place: folder or Hub id of the files, which say how features are made.
+        places: most states of a source.
     """
 
-    def __init__(self, module: Any, runner: PackedRunner, place: str) -> None:
-        self.module, self._runner, self.place = module, runner, place
+    def __init__(self, module: Any, runner: PackedRunner, place: str, places: int) -> None:
+        self.module, self._runner, self.place, self.places = module, runner, place, places
         self._known: OrderedDict[str, Encoded] = OrderedDict()
 
     @property
@@ -47,9 +48,11 @@ class Encoder:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its weights, and of the sources that are kept."""
+        """Bytes of its weights, and of as many of the largest sources as are kept, with one under way."""
         weights: int = sum(one.nbytes for one in self.module.parameters())
-        return weights + sum(one.nbytes for one in self._known.values())
+        place = sum(self._runner.kv_sizes[0][0] * sum(self._runner.kv_sizes[0][1:]) * self._runner.dtype.itemsize
+                    for layer in self._runner.weights.layers if layer.cross is not None)
+        return weights + (_KEPT + 1) * self.places * place
 
     @torch.no_grad()
     def __call__(self, inputs: Tensor) -> Encoded:
@@ -96,4 +99,4 @@ def encoder_of(config: Any, source: Source, runner: Any, place: str) -> Encoder 
         raise Unsupported(f"a checkpoint whose {start}{wrong} is {list(state[wrong].shape)}",
                           f"its config asks for {list(wanted[wrong].shape)}", "Fetch the model again")
     module.load_state_dict(state, assign=True)
-    return Encoder(module.eval(), runner, place)
+    return Encoder(module.eval(), runner, place, config.max_source_positions)

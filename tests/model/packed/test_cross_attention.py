@@ -15,6 +15,7 @@ from torch import Tensor
 import shoal
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.engine.engine import Engine
+from shoal.engine.memory.footprint import weight_bytes
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.errors import Unsupported
 from shoal.model.layers.cross_attention import Encoded, encoded
@@ -209,3 +210,13 @@ def test_a_source_of_another_model_is_refused() -> None:
         with pytest.raises(ValueError, match="source"):
             logits(engine.runner, PROMPT, changed)
     assert logits(engine.runner, PROMPT, source).isfinite().all()
+
+
+def test_memory_counts_an_encoder_and_the_sources_that_it_keeps() -> None:
+    engine = engine_of()
+    assert engine.encoder is not None and isinstance(engine.runner, PackedRunner)
+    for seed in range(5):
+        source = source_of(engine, seed)
+    weights = sum(one.nbytes for one in engine.encoder.module.parameters())
+    assert engine.encoder.nbytes == weights + 3 * source.nbytes and len(engine.encoder._known) == 2
+    assert weight_bytes(engine) == engine.runner.weights.nbytes + engine.encoder.nbytes

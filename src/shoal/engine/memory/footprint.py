@@ -117,9 +117,10 @@ def footprint(
 
 
 def weight_bytes(engine: LoadedModel) -> int:
-    """Bytes of a model's weights in memory, a tied matrix counted once."""
+    """Bytes of a model's weights in memory, a tied matrix counted once, and of the sources that an encoder keeps."""
+    beside = 0 if engine.encoder is None else engine.encoder.nbytes
     if isinstance(engine.runner, PackedRunner):
-        return engine.runner.weights.nbytes
+        return engine.runner.weights.nbytes + beside
     return 0 if engine.model is None else sum(one.nbytes for one in engine.model.parameters())
 
 
@@ -258,7 +259,7 @@ def _bits(path: Path, bits: int) -> int:
     """Bits of the numbers in a safetensors file, by its header, with so many each; bytes and integers hold more."""
     try:
         with safe_open(path, "pt") as file:
-            widths = {"U8": min(bits, 8), "I32": 32}
+            widths = {"U8": min(bits, 8), "I32": 32, "F16": min(bits, 16)}  # kernels keep two bytes of such numbers
             parts = [file.get_slice(name) for name in file.keys()]  # noqa: SIM118
             return sum(prod(one.get_shape()) * widths.get(one.get_dtype(), bits) for one in parts)
     except (OSError, SafetensorError):  # loading the file says what is wrong
