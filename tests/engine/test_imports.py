@@ -12,6 +12,7 @@ from documents import ROOT
 from shoal.compat import release
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(release(transformers.__version__) < (5, 20), reason="other modules of it load the compiler")
 def test_a_file_runs_without_the_compiler_of_torch() -> None:
     """transformers' paged cache still gets its mark, when a marked method is first called."""

@@ -139,6 +139,7 @@ def ended(process: subprocess.Popen[str]) -> str:
     return process.communicate(timeout=300)[1]
 
 
+@pytest.mark.slow
 def test_killed_in_either_stage_it_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
     assert ended(begun(tmp_path / "whole")) == ""
     killed = tmp_path / "killed"

@@ -56,6 +56,7 @@ def complete(server: Any, model: str, **more: Any) -> httpx.Response:
     return post(server, "/v1/completions", model=model, prompt="Some words", max_tokens=6, temperature=0, **more)
 
 
+@pytest.mark.slow
 def test_many_streams_that_switch_at_random_get_every_answer_and_memory_holds_two(server: Routed) -> None:
     expected = {name: maker(name)().generate("Some words", max_new_tokens=6).text for name in NAMES}
     found: list[tuple[str, str, str]] = []
