@@ -70,7 +70,7 @@ timestamps, subtitles, its command and its routes."""
 MOST_CORE_FILES = 358  # 20: recurrent; 4: experts; 4: SambaY; 3: latent; 8: GGUF; 6: classics; 20: drafts; 11: hub;
 # 9: what clients speak; 1: threads that part; 2: what is told of a model, how it lies in files; 1: whose adapters are;
 # 1: options of tools; 3: sources and their encoders; 7: speech
-MOST_LAB_LINES = 42_670
+MOST_LAB_LINES = 42_840
 """Of the package, benchmarks and tools. 392 more: plan and members; 127: two checkouts; 350: hybrids, prefixes; 620:
 training hybrids; 200: files of mixtures; 670: caches of experts,
 mixtures of dense files, experts beyond memory; 70: a day of alike requests;
@@ -80,7 +80,7 @@ place; 50: searches that go on from text to text, all exits in turn; 70: a
 command that searches for sublayers; 275: training in EAGLE-3's form; 300: training of DFlash's
 blocks; 10: files with random weights beyond memory; 100: drafts made beside the target; 85: the first minute of a
 clone; 15: the usual options of commands; 130: a soak of several models; 220: prompts of
-all kinds, training that goes on from a part, guesses kept by place."""
+all kinds, training that goes on from a part, guesses kept by place; 170: speech beside other programs."""
 MOST_IN_FOLDER = 20
 MOST_CLASSES = 82  # each kind of part and of cache layer is a class, with its defaults; 4: of adapters; 2: of sources
 """Classes and protocols in the modules that the decoding loop imports, however indirectly."""
