@@ -179,7 +179,8 @@ def layout_version() -> str:
 
 def _fingerprint(compiler: str, runtime: str | None, vectors: str) -> str:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    parts = [version, str(runtime), vectors, repr((_BASE, _more_flags(), _UNITS, _SHORT, _VECTORS[vectors])), _processor()]
+    flags = repr((_BASE, _more_flags(), _UNITS, _SHORT, _VECTORS[vectors]))
+    parts = [version, str(runtime), vectors, flags, _processor()]
     parts += [path.name + path.read_text() for path in sorted([*_HERE.glob("*.c"), *_HERE.glob("*.h")])]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
 
