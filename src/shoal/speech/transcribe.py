@@ -174,9 +174,8 @@ class Transcriber:
         if wish.timed:
             found, moved = self._cut(heard, start, seconds)
         course.at += round((moved if moved >= STEP else seconds) * RATE)
-        if not wish.goes_on or heard.temperature > _HOT:
-            course.said = []
-        course.said += [token for token in heard.tokens if token < self._own.first_time]
+        said = [*course.said, *(token for token in heard.tokens if token < self._own.first_time)]
+        course.said = said[-self._context :] if wish.goes_on and heard.temperature <= _HOT else []
         return [one for one in found if one.text.strip()]
 
     def _hear(self, source: Encoded, course: Transcript, first: Tensor, silence: float) -> _Heard:
@@ -253,7 +252,7 @@ class Transcript:
 
     Attributes:
         wish: how it is written.
-        said: tokens that were said so far.
+        said: tokens before those of the next window, as far as they are its context.
         language: its code, once it is known.
         at: the sample at which the next window begins.
     """
