@@ -198,6 +198,9 @@ def test_what_cannot_be_is_refused() -> None:
         engine.generate([PROMPT, PROMPT], source=[source_of(engine, 1)])
     with pytest.raises(ValueError, match="sequence 0 has no source"):
         engine.runner.forward([SequenceChunk(0, PROMPT, [0] * len(PROMPT), FULL)], engine.runner.new_cache(1))
+    drafting = {"method": "draft_model", "method_args": {"draft": f"{home().name}/[]"}}
+    with pytest.raises(Unsupported, match="it has an encoder, and would have to read the source too"):
+        engine.generate(PROMPT, source=source_of(engine, 1), method=drafting)
     with pytest.raises(Unsupported, match="a source for a model without an encoder"):
         shoal.load().generate("Once", source=source_of(engine, 1), max_new_tokens=1)
 

@@ -40,13 +40,17 @@ class DraftModels:
 
         Raises:
             ValueError: it cannot be loaded.
-            Unsupported: its tokens are others, and must not be.
+            Unsupported: its tokens are others, and must not be, or it has an encoder.
         """
         named, home = isinstance(model, str | os.PathLike), self._home()
         assert home is not None, "the engine is gone"
         key = os.fspath(model) if named else id(model)
         with self._lock:
             engine = self._known[key][1] if key in self._known else self._open(home, key if named else model)
+            if engine.encoder is not None:
+                raise Unsupported(f"{engine.model_name or 'a model'!r} beside another model", "it has an encoder, and "
+                                  "would have to read the source too", "Use d3_spec, which drafts by the model's own "
+                                  "decoder, or prompt_lookup")
             if same and key not in self._fit:
                 check_tokens(home, engine)
                 self._fit.add(key)
