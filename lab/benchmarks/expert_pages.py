@@ -13,7 +13,8 @@ takes beside the weights, and a share of their file:
     asked         no limit either, and `next` all the same: what asking costs where it brings nothing
     mapped        the file as the system reads it by itself, with what lies around a page
     chosen        Shoal asks for the pages of a layer's experts once its router has chosen them
-    next          and for those that the next layer's router would choose: what it does by itself for such a file
+    next          and for those that the next layer's router would choose: what it does by itself for a file of which
+                  memory holds less than two thirds
     llama.cpp     its mapped file, with the same share of it in memory
 
 `mapped` and `chosen` are parts of `next`. The routing is noted without a limit: how many of the experts that run were
@@ -237,9 +238,10 @@ def routing(args: argparse.Namespace, texts: list[list[int]]) -> dict[str, Any]:
     trace = [one for text in steps for step in text for one in sorted(step)]
     beside = sum(one.nbytes for one in runner.weights.matrices()) - nbytes
     room = round(max(0, args.share * (nbytes + beside) - beside) * count / nbytes)
+    rooms = sorted({round(share * count) for share in _SHARES} | {room} - {0})
     found = {"experts": count, "expert_bytes": nbytes // count, "bytes_beside": beside, "room": room,
              "run_per_token": round(len(trace) / sum(map(len, steps)), 2), "next_gate_right": round(right / chosen, 4),
-             "caches": expert_caches.hit_rates(trace, sorted({round(share * count) for share in _SHARES} | {room})),
+             "caches": expert_caches.hit_rates(trace, rooms),
              "reads_per_token": {size: expert_caches.mean_reads(steps, size) for size in (2, 4)}}
     return found | ({} if args.part is None else {"token_router": of_router(args, texts, steps)})
 

@@ -8,6 +8,7 @@ import mmap
 import os
 import re
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,19 @@ def test_a_file_beyond_memory_is_mapped_and_read_ahead(
     assert runner.decoder.foresight is not None and scattered(tmp_path)
     assert torch.equal(chunked_logits(runner, IDS, (5, 1, 1, 5)), wanted)
     assert runner.decoder.foresight.found.bytes > 0
+
+
+def test_nothing_is_asked_for_where_memory_holds_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SHOAL_WEIGHTS", str(tmp_path / "kept"))
+    path = MadeHybrid("qwen3moe", "F16").path
+    loaded(path)
+    for share, asked in ((0.8, False), (0.5, True)):
+        monkeypatch.setattr(repacked, "available", partial(int, share * _size(tmp_path)))
+        assert (loaded(path).decoder.foresight is not None) == asked
+        assert "what does not fit is read from disk" in caplog.text
+        caplog.clear()
 
 
 def _size(folder: Path) -> int:

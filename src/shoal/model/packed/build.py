@@ -49,6 +49,8 @@ QUANTS = ("int8", "int4")
 _PACKED_ALONE = ("recurrent_gemma", "bloom", "mpt")
 """Model types whose modules keep states to themselves, or are given biases by distance: they run packed or not at all.
 """
+_SCARCE = 2 / 3
+"""Experts are read ahead where memory holds less of the weights. Where it holds most, asking takes time for nothing."""
 ReadBlocks = Callable[[str], Blocks]
 """Maps the name of a matrix to its blocks."""
 
@@ -245,7 +247,7 @@ def build(
             undone.pop_all()
             kept.finish()
     runner = (NativeRunner if kernels else PackedRunner)(shape, weights, rotary, dtype, device)
-    if kept is not None and kept.beyond and isinstance(runner, NativeRunner):
+    if kept is not None and kept.held < _SCARCE and isinstance(runner, NativeRunner):
         runner.read_ahead()
     return runner
 

@@ -40,13 +40,13 @@ class Repacked:
     """The repacked matrices of a model's files: cached, or new ones of `expected` bytes or less, cached by `finish`.
 
     Attributes:
-        beyond: whether they are mapped from a file that is larger than the memory which may be used.
+        held: share of them that the memory which may be used holds, at most 1; they are mapped from a file.
     """
 
     def __init__(self, paths: Sequence[Path], expected: int) -> None:
         self._kept = _read(paths)
         self._room = None if self._kept is not None else _Room.make(expected)
-        self.beyond = self._kept[2] if self._kept is not None else self._room is not None and _beyond(expected)
+        self.held = self._kept[2] if self._kept is not None else 1.0 if self._room is None else _held(expected)
         self._hash = None if self._room is None else ThreadPoolExecutor(1).submit(_digest, paths, sha256)
         self._records: dict[str, dict[str, Any]] = {}
         self._spare = native.Arena()
@@ -168,8 +168,8 @@ def _digest(paths: Sequence[Path], of: Callable[[Path], str | None]) -> str | No
     return known[0] if len(known) == 1 else hashlib.sha256("".join(map(str, known)).encode()).hexdigest()
 
 
-def _read(paths: Sequence[Path]) -> tuple[Tensor, dict[str, dict[str, Any]], bool] | None:
-    """The bytes and the index of a file's cached matrices, and whether they are beyond memory.
+def _read(paths: Sequence[Path]) -> tuple[Tensor, dict[str, dict[str, Any]], float] | None:
+    """The bytes and the index of a file's cached matrices, and the share of them that memory holds.
 
     None if there are none or they are damaged.
     """
@@ -186,8 +186,8 @@ def _read(paths: Sequence[Path]) -> tuple[Tensor, dict[str, dict[str, Any]], boo
                 raise ValueError("it is shorter than its index says")
             with suppress(OSError):
                 os.utime(folder / _INDEX)  # in use: see `_sweep`
-            beyond = _beyond(size)
-            return _mapped(file.fileno(), not beyond), records, beyond
+            held = _held(size)
+            return _mapped(file.fileno(), held == 1), records, held
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -196,14 +196,14 @@ def _read(paths: Sequence[Path]) -> tuple[Tensor, dict[str, dict[str, Any]], boo
         return None
 
 
-def _beyond(size: int) -> bool:
-    """Whether so many mapped bytes are more than the memory that may be used; then a warning says so."""
+def _held(size: int) -> float:
+    """The share of so many mapped bytes that the memory which may be used holds; a warning where it is not all."""
     most = available()
     if most is None or size <= most:
-        return False
+        return 1.0
     log.warning("the weights take %.2f GB and %.2f GB of memory are free: what does not fit is read from disk at every "
                 "step, at the disk's speed", size / 1e9, most / 1e9)
-    return True
+    return most / size
 
 
 def _mapped(number: int, populate: bool) -> Tensor:
