@@ -190,7 +190,7 @@ def test_texts_of_another_salt_are_not_found() -> None:
     assert cached == [0, 0, 11, 11, 0]
     scheduler.prefixes.limit = 13 * sum(engine().runner.position_bytes)
     answer(scheduler, prompt(12, 4), max_new_tokens=2, cache_salt="c")
-    assert list(scheduler.prefixes._roots) == [("c", None)], "nothing is left of salts of which nothing is kept"
+    assert list(scheduler.prefixes._roots) == [("c", None, "")], "nothing is left of salts of which nothing is kept"
     with pytest.raises(ValueError, match="cache_salt is 3; it must be text"):
         scheduler.submit(ids, cache_salt=3)
 

@@ -190,12 +190,12 @@ def _block(text: Any, shape: Shape, layer: int) -> Iterator[Forms]:
         if model in CLASSICS and text.attention_bias:
             biased = [attention + part for part in _QKV if part not in getattr(text, "unbiased", ())]
             yield _joining(biased, attention + names.qkv, model in _FUSED_QKV, "bias")
+        yield from (_one(attention + _SINKS) for _ in range(shape.sinks))
     if kind.crosses:
         parts = [f"{names.cross}{part}" for part in (*_QKV, names.out)]
         yield from (_one(f"{part}.weight") for part in parts)
         yield from (_one(f"{part}.bias") for part in parts
                     if text.attention_bias and part.removeprefix(names.cross) not in getattr(text, "unbiased", ()))
-        yield from (_one(attention + _SINKS) for _ in range(shape.sinks))
     if kind.has_mlp and (model == "recurrent_gemma" or ((model in _MLP_BIAS or model in CLASSICS) and text.mlp_bias)):
         yield from (_one(f"{mlp}{part}.bias") for part in (*names.gate_up[kind.plain_mlp :], names.down))
 
