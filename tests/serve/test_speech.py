@@ -20,7 +20,7 @@ from shoal.speech.transcribe import Transcriber, Wish
 from whispers import tone, wav, whisper, write
 
 pytest.importorskip("av")
-pytest.importorskip("multipart")
+pytest.importorskip("python_multipart")
 SOUND = wav(tone(1.5))
 
 
