@@ -347,8 +347,7 @@ class Engine:
             seqs.append(RunningSequence(
                 number=number, seq_id=number, tokens=list(tokens), prompt_length=len(tokens), stop=stop,
                 sampling=request.sampling, seed=seed, plan=recipe.plan, salt=request.cache_salt, adapter=adapter,
-                source=source,
-                marks=places_of_states(tokens, self._special) if self.runner.state_bytes else (),
+                source=source, marks=places_of_states(tokens, self._special) if self.runner.state_bytes else (),
                 recipe=recipe if bound is None else replace(recipe, constraint=bound),
                 processors=(*own, *forbid(len(tokens)), *request.logits_processor)))
         return seqs

@@ -59,12 +59,12 @@ class Encoder:
         """Encode a source, or find it among the last ones.
 
         Args:
-            inputs: features [bins, frames] in any float dtype.
+            inputs: features [bins, frames] in any float dtype, on the CPU.
         """
         given = inputs.to(self.dtype).contiguous()
         name = hashlib.sha256(given.numpy().tobytes() + repr(tuple(given.shape)).encode()).hexdigest()
         if name not in self._known:
-            states = self.module(given[None]).last_hidden_state[0]
+            states = self.module(given[None].to(self._runner.device)).last_hidden_state[0]
             layers = [layer.cross for layer in self._runner.weights.layers if layer.cross is not None]
             shape, dtype = self._runner.shape, self._runner.dtype
             self._known[name] = encoded(layers, states, shape.head_dim, dtype, name)
@@ -99,4 +99,4 @@ def encoder_of(config: Any, source: Source, runner: Any, place: str) -> Encoder 
         raise Unsupported(f"a checkpoint whose {start}{wrong} is {list(state[wrong].shape)}",
                           f"its config asks for {list(wanted[wrong].shape)}", "Fetch the model again")
     module.load_state_dict(state, assign=True)
-    return Encoder(module.eval(), runner, place, config.max_source_positions)
+    return Encoder(module.to(runner.device).eval(), runner, place, config.max_source_positions)

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
 LOG = logging.getLogger("shoal.serve")
-MESSAGES_ROUTE, OLLAMA_ROUTE = "/v1/messages", "/api/"
-"""Beginnings of the routes of Anthropic's form and of Ollama's."""
+MESSAGES_ROUTE, OLLAMA_ROUTE, SPEECH_ROUTE = "/v1/messages", "/api/", "/v1/audio/"
+"""Beginnings of the routes of Anthropic's form, of Ollama's, and of those that are sent sound."""
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 _ANTHROPICS = {**_TYPES, 413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
 _HEADERS = {401: {"www-authenticate": "Bearer"}, 429: {"retry-after": "1"}, 503: {"retry-after": "1"}}

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from shoal.serve.errors import SPEECH_ROUTE
+
 if TYPE_CHECKING:
     from shoal.integrations.mcp_servers import McpServers
 
@@ -72,7 +74,7 @@ class Settings:
 
     def limit_of(self, path: str) -> int:
         """Most bytes of a request on a path."""
-        return max(self.max_body, self.max_audio) if path.startswith("/v1/audio/") else self.max_body
+        return max(self.max_body, self.max_audio) if path.startswith(SPEECH_ROUTE) else self.max_body
 
     @property
     def names(self) -> tuple[str, ...]:

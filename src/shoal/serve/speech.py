@@ -33,7 +33,6 @@ from shoal.speech.transcribe import FALLBACK, Segment, Transcriber, Transcript, 
 MODEL = "shoal.model"
 """Where a request's scope has the name of the model that it was handed to."""
 _LISTS = ("timestamp_granularities", "include", "known_speaker_names", "known_speaker_references")
-_NUMBERS = ("temperature",)
 _FORMS = {"text": "text/plain; charset=utf-8", "srt": "application/x-subrip", "vtt": "text/vtt; charset=utf-8"}
 
 
@@ -247,12 +246,11 @@ class _Sound:
 def _read(given: Mapping[str, Any]) -> dict[str, Any]:
     """A form's texts as the values that they stand for; ApiError 400 for one that stands for none."""
     found = dict(given)
-    for name in _NUMBERS:
-        if name in found:
-            try:
-                found[name] = float(found[name])
-            except (TypeError, ValueError):
-                raise refused(name, f"{name} is {found[name]!r:.100}; it must be a number") from None
+    if "temperature" in found:
+        try:
+            found["temperature"] = float(found["temperature"])
+        except (TypeError, ValueError):
+            raise refused("temperature", f"temperature is {found['temperature']!r:.100}; it must be a number") from None
     if "stream" in found:
         if found["stream"] not in ("true", "false", "True", "False", "1", "0"):
             raise refused("stream", f"stream is {found['stream']!r:.100}; it must be true or false")

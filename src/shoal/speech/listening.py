@@ -121,15 +121,15 @@ class Times:
         first, end = self._own.first_time, self._own.end
         said, scores = ids[0, self._length :].tolist(), scores.clone()
         scores[:, self._own.untimed] = -torch.inf
-        if said and said[-1] >= first:
-            if len(said) < 2 or said[-2] >= first:
-                scores[:, first:] = -torch.inf
-            else:
-                scores[:, :end] = -torch.inf
+        timed = bool(said) and said[-1] >= first
+        ends = timed and len(said) > 1 and said[-2] < first  # then other words may begin at that same time
+        if ends:
+            scores[:, :end] = -torch.inf
+        elif timed:
+            scores[:, first:] = -torch.inf
         times = [token for token in said if token >= first]
         if times:
-            opened = said[-1] >= first and not (len(said) < 2 or said[-2] >= first)
-            scores[:, first : times[-1] + (not opened)] = -torch.inf
+            scores[:, first : times[-1] + (not ends)] = -torch.inf
         if not said:
             scores[:, :first] = -torch.inf
             scores[:, first + round(_LATEST / STEP) + 1 :] = -torch.inf

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -60,11 +59,6 @@ def _time(seconds: float, point: str) -> str:
     whole, thousandths = divmod(round(seconds * 1000), 1000)
     minutes, rest = divmod(whole, 60)
     return f"{minutes // 60:02}:{minutes % 60:02}:{rest:02}{point}{thousandths:03}"
-
-
-def as_json(found: Mapping[str, Any]) -> str:
-    """A report as text."""
-    return json.dumps(found, ensure_ascii=False)
 
 
 CUES: Mapping[str, Callable[[Iterable[Segment]], str]] = MappingProxyType({"srt": subrip, "vtt": webvtt})

@@ -160,7 +160,9 @@ class Transcriber:
         """The segments of a window; the course moves on behind them."""
         wish = course.wish
         start, seconds = course.at / RATE, len(samples) / RATE
-        source = self._encoder(self._features(samples))
+        features = self._features(samples)
+        with self._engine.turn():  # as a forward, the encoder takes every core
+            source = self._encoder(features)
         first = self._first_logits(source)
         silence = first.softmax(-1)[self._own.silence].item()
         if silence > max(_SURE, wish.silent):

@@ -22,7 +22,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from starlette.types import Message, Receive, Scope, Send
 
 from shoal.serve.app import BODIES, PROMETHEUS, add_page, add_post, base_app, model_card, shown
-from shoal.serve.errors import OLLAMA_ROUTE, refused
+from shoal.serve.errors import OLLAMA_ROUTE, SPEECH_ROUTE, refused
 from shoal.serve.facts import ModelFacts, model_line
 from shoal.serve.metrics import Together
 from shoal.serve.middleware import note
@@ -261,8 +261,8 @@ def create_router(shelf: Shelf, loader: ModelLoader, settings: Settings, pulls: 
 
     app, router = base_app(settings, lifespan), Router(shelf, loader, settings)
     for path in shown(BODIES, settings):
-        hears = path.startswith("/v1/audio/")
-        add_post(app, path, router.show if path == _SHOW else router.hear if hears else router.forward)
+        handed = router.hear if path.startswith(SPEECH_ROUTE) else router.forward
+        add_post(app, path, router.show if path == _SHOW else handed)
     app.get("/props")(router.props)
     for path in shown(dict.fromkeys(("/playground/model", "/playground/tools")), settings):
         app.get(path)(router.look)
