@@ -109,6 +109,21 @@ def test_a_text_may_be_cut_anywhere_to_the_bit() -> None:
         assert torch.equal(logits(engine.runner, tokens, source_of(engine, 1), cuts=cut), whole)
 
 
+@needs_kernels
+def test_a_node_of_a_tree_has_the_bits_of_its_path() -> None:
+    runner, source = engine_of().runner, source_of(engine_of(), 1)
+    parents, depths, tokens = [-1, 0, 0, 1, 2, 3], [0, 1, 1, 2, 2, 3], [9, 20, 30, 21, 31, 22]
+    cache = runner.new_cache(1)
+    cache.attach(0, source)
+    runner.forward([SequenceChunk(0, PROMPT, [0] * len(PROMPT), FULL)], cache)
+    cache.commit(0, range(len(PROMPT)))
+    tree = SequenceChunk(0, tokens, [1] * len(tokens), FULL, parents, depths, wanted=len(tokens))
+    found = runner.forward([tree], cache)
+    for path in ([0, 1, 3, 5], [0, 2, 4]):
+        alone = logits(runner, [*PROMPT, *(tokens[node] for node in path)], source, cuts=len(PROMPT))
+        assert torch.equal(found[path], alone[len(PROMPT) :])
+
+
 def test_rows_with_sources_of_their_own_are_as_each_alone() -> None:
     engine = engine_of()
     sources = [source_of(engine, 1), shorter(engine, 5, 3), source_of(engine, 2), shorter(engine, 6, 700),
