@@ -183,8 +183,8 @@ def test_a_request_without_a_text_only_loads(client: Any) -> None:
 @pytest.mark.parametrize(
     ("route", "given", "words"),
     [
-        ("chat", {"messages": [{"role": "user", "content": "x", "images": ["AA=="]}]}, "reads text only"),
-        ("generate", {"prompt": "x", "images": ["AA=="]}, "reads text only"), ("chat", {"think": "a lot"}, "think is"),
+        ("chat", {"messages": [{"role": "user", "content": "x", "images": ["AA=="]}]}, "reads text alone"),
+        ("generate", {"prompt": "x", "images": ["AA=="]}, "reads text alone"), ("chat", {"think": "a lot"}, "think is"),
         ("chat", {"messages": [{"role": "judge", "content": "x"}]}, "role"), ("chat", {"messages": [3]}, "messages.0"),
         ("chat", {"messages": 3}, "messages"), ("chat", {"options": {"mirostat": 1}}, "mirostat"),
         ("generate", {"prompt": "x", "template": "y"}, "template"), ("chat", {"format": "yaml"}, "format"),

@@ -36,7 +36,7 @@ EXAMPLES = """examples:
   shoal serve --models path/to/models --lora sql=path/to/adapter --lora-for big=tone=path/to/adapter.gguf
 """
 _SETTINGS = ("method", "default_max_tokens", "max_tokens", "max_n", "max_body", "max_audio", "max_audio_seconds",
-             "grace", "log_prompts", "strict", "stall", "members_folder")
+             "max_pictures", "grace", "log_prompts", "strict", "stall", "members_folder")
 """Options that are settings of the same name and value."""
 
 
@@ -88,6 +88,8 @@ def _add_limits(parser: Parser) -> None:
                        "searches counted")
     group.add_argument("--max-body", metavar="BYTES", type=int, default=1 << 20, help="most bytes of a request")
     group.add_argument("--max-audio", metavar="BYTES", type=int, default=25 << 20, help="most bytes of one with sound")
+    group.add_argument("--max-pictures", metavar="BYTES", type=int, default=32 << 20, help="most bytes of a chat where "
+                       "the model sees")
     group.add_argument("--max-audio-seconds", metavar="S", type=float, default=4 * 3600.0, help="most seconds of sound")
     group.add_argument("--method-limit", metavar="METHOD.KNOB=N", type=_limit, action="append", default=[],
                        help="largest value that a request may give that option; repeatable")
@@ -165,7 +167,8 @@ def _parts(args: argparse.Namespace, settings: Settings) -> tuple[Scheduler, Set
     name = args.served_model_name or Path(engine.model_name).name or settings.model_name
     if name in engine.adapters:
         raise ValueError(f"an adapter and the model are both named {name!r}; write --lora NAME=PATH with another name")
-    settings = replace(settings, model_name=name, adapters=tuple(engine.adapters))
+    settings = replace(settings, model_name=name, adapters=tuple(engine.adapters),
+                       max_pictures=0 if engine.vision is None else args.max_pictures)
     return common.make_scheduler(args, engine, max_waiting=args.max_waiting), settings
 
 

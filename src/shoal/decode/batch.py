@@ -25,6 +25,7 @@ from shoal.decode.target import SequenceTarget
 from shoal.decode.tree import TokenTree
 from shoal.decode.worker import StepReport
 from shoal.model.kv.cache import KVCache
+from shoal.model.layers.pictures import Pictures
 from shoal.model.runner import ModelRunner, SequenceChunk, split_wanted
 from shoal.types import Step
 
@@ -304,7 +305,7 @@ class Batch:
                 if mark:
                     size = min(size, mark - first)
                 pieces.append(_piece(seq, first, size))
-                budget -= size
+                budget -= len(pieces[-1].chunk.tokens)
         return sorted(pieces, key=lambda share: share.seq.seq_id)
 
     def piece(self, due: int, size: int) -> int:
@@ -514,12 +515,13 @@ def _guesses(seq: RunningSequence, tree: TokenTree, before: int) -> _Share:
 
 
 def _piece(seq: RunningSequence, first: int, size: int) -> _Share:
-    """`size` tokens of a sequence's prompt or of its forced tokens, from position `first` on."""
+    """At most `size` tokens of a sequence's prompt or of its forced tokens, from position `first` on."""
+    size, mutual = seq.source.piece(first, size) if isinstance(seq.source, Pictures) else (size, False)
     tokens, ends = seq.tokens[first : first + size], first + size == len(seq.tokens)
     tree = TokenTree.chain(tokens[-1:]) if ends else None
     steps = [max(0, place + 1 - seq.prompt_length) for place in range(first, first + size)]
     wanted = size if seq.emitted else int(ends)
-    chunk = SequenceChunk(seq.seq_id, tokens, steps, seq.plan, wanted=wanted)
+    chunk = SequenceChunk(seq.seq_id, tokens, steps, seq.plan, wanted=wanted, mutual=mutual)
     return _Share(seq, chunk, tree, size - 1)
 
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 
 from shoal.heap import give_back
 from shoal.model.kv.cache import KVCache, SequenceCopy, copy_in, look, usable
+from shoal.model.layers.cross_attention import Encoded
+from shoal.model.layers.pictures import keys_of
 from shoal.model.lora.adapter import FittedAdapter
 from shoal.model.state.layer import State, state_bytes
 
@@ -24,12 +26,12 @@ _HOLES = 2**26
 
 
 _Tenant = tuple[str, FittedAdapter | None, str]
-"""A salt, and the adapter and the name of the source with which the KV was made."""
+"""A salt, and the adapter and the name of the source with which the KV was made. Pictures are part of the text."""
 
 
 def _tenant(cache: KVCache, seq: int, salt: str) -> _Tenant:
     source = cache.encoded[seq]
-    return salt, cache.adapters[seq], "" if source is None else source.name
+    return salt, cache.adapters[seq], source.name if isinstance(source, Encoded) else ""
 
 
 @dataclass(slots=True, eq=False)
@@ -67,7 +69,7 @@ class Prefixes:
             How many positions it was given, 0 for none; and how many tokens are known, which is more where recurrent
             layers have no state of that length, or a window has moved on.
         """
-        path, known = self._find(prompt, _tenant(cache, seq, salt))
+        path, known = self._find(keys_of(prompt, cache.encoded[seq]), _tenant(cache, seq, salt))
         known = min(known, len(prompt) - 1)
         pieces = [node.piece for node in path]
         length = usable(pieces, known) if path else 0
@@ -82,7 +84,8 @@ class Prefixes:
         """Keep a copy of what a sequence has stored and is not kept yet; `tokens` are at least those it stores."""
         if not self.limit:
             return
-        own, tenant = list(tokens[: cache.first_shallow(seq)]), _tenant(cache, seq, salt)
+        own = list(keys_of(tokens, cache.encoded[seq])[: cache.first_shallow(seq)])
+        tenant = _tenant(cache, seq, salt)
         path, known = self._find(own, tenant)
         seen = look(cache, seq, known)
         if seen is None:

@@ -15,6 +15,7 @@ from shoal.decode.text.stop import StopState
 from shoal.depth.plan import DepthPlan
 from shoal.model.kv.cache import KVBytes
 from shoal.model.layers.cross_attention import Encoded
+from shoal.model.layers.pictures import Pictures
 from shoal.model.lora.adapter import FittedAdapter
 from shoal.types import Alternative, FinishReason, Sampling, Step, TokenLogprob
 
@@ -39,7 +40,7 @@ class SequenceState:
         marks: lengths of the prompt after which recurrent layers keep a state.
         salt: of the request; what is kept of one salt serves no other.
         adapter: what runs beside the model on its tokens, or None.
-        source: what an encoder made of the source that its tokens read, or None.
+        source: what an encoder made of the source that its tokens read, or of pictures in its prompt, or None.
         root: in a search, the sequence of which this one is a branch; else None.
         until: emitted tokens after which a branch rests; None for as many as its stop rules allow.
         held: whether a branch stays in the cache after its end.
@@ -73,7 +74,7 @@ class SequenceState:
     marks: Sequence[int] = ()
     salt: str = ""
     adapter: FittedAdapter | None = None
-    source: Encoded | None = None
+    source: Encoded | Pictures | None = None
     bytes: KVBytes | None = None
     error: BaseException | None = None
     record: Callable[[Tensor, Tensor], None] | None = None

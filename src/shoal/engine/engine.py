@@ -34,6 +34,7 @@ from shoal.engine.loading.ranks import ALONE
 from shoal.engine.memory.amounts import shown
 from shoal.engine.memory.footprint import weight_bytes
 from shoal.engine.memory.memory_limit import MemoryLimit
+from shoal.engine.pictures import read_chat
 from shoal.engine.request import Options, Prompt, Request, is_batch, prompt_ids
 from shoal.engine.scheduling.stream import Stream
 from shoal.engine.scheduling.turns import FairTurns
@@ -43,10 +44,12 @@ from shoal.methods import make
 from shoal.methods.base import check_distances, check_order, lost_kind
 from shoal.model.encoder import Encoder
 from shoal.model.kv.cache import KVCache
+from shoal.model.layers.pictures import Pictures
 from shoal.model.lora.adapter import FittedAdapter
 from shoal.model.mtp import MtpLayer
 from shoal.model.packed.source import Source
 from shoal.model.runner import ModelRunner
+from shoal.model.vision import Vision
 from shoal.speculative.cost.policy import Meter
 from shoal.speculative.drafter_files import stamp
 from shoal.speculative.layer_head import MtpHead
@@ -92,6 +95,7 @@ class Engine:
         adapter: the one of them for requests that name none; "" for none.
         sampling_from: where that stands: "files", the address that the table of short names gives, or "" for nowhere.
         encoder: reads a source, for models that have one; None for others. What it returns is a request's `source`.
+        vision: reads pictures, likewise.
         unpacked: why transformers' modules run, where Shoal's packed layers were wanted and do not fit; "" otherwise.
     """
 
@@ -118,6 +122,7 @@ class Engine:
         self.adapters: dict[str, FittedAdapter] = {}
         self.adapter = ""
         self.encoder: Encoder | None = None
+        self.vision: Vision | None = None
         self._turn: AbstractContextManager[bool] = threading.RLock()
         self._draft_models = None if open_model is None else DraftModels(self, open_model)
         self._tensors = TrainedTensors(runner.device)
@@ -278,15 +283,25 @@ class Engine:
 
     def _asked(self, prompt: Any, options: Mapping[str, Any]) -> tuple[Request, list[list[int]], int]:
         """Options, as they fit into the memory, and prompts, checked, and how many of these fit at a time."""
-        request = Request.from_options(options)
-        ids = [prompt_ids(one, self.tokenizer, self.runner.vocab_size, self.runner.max_positions)
-               for one in (prompt if is_batch(prompt) else [prompt])]
+        request, sources = Request.from_options(options), list[Pictures | None]()
+        ids = list[list[int]]()
+        for one in prompt if is_batch(prompt) else [prompt]:
+            told, pictures = self._read(one)
+            ids.append(prompt_ids(told, self.tokenizer, self.runner.vocab_size, self.runner.max_positions))
+            sources.append(pictures)
+        if any(sources):
+            request = replace(request, source=tuple(sources))
         if self.limit is None:
             return request, ids, len(ids)
         plan = self.limit.plan(self, ids, request)
         if plan.changed:
             self._say_once(f"to stay within {shown(int(self.limit.memory))}: {plan.changed}")
         return replace(request, method=plan.method), ids, plan.seqs
+
+    def _read(self, prompt: Any) -> tuple[Any, Pictures | None]:
+        """A prompt; of a chat with pictures its ids, and these."""
+        chat = isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping)
+        return read_chat(self, prompt) if chat and self.vision is not None else (prompt, None)
 
     def plan(self, method: Any = "full", *, max_new_tokens: int = 256) -> list[tuple[int, ...]]:
         """The layers that each step runs; entry 0 is the token that comes from the prefill: all layers."""
@@ -337,7 +352,7 @@ class Engine:
         seed, adapter = self.ranks.agree(request.seed), self.fitted_adapter(request.adapter)
         rules = request.rules(self.eos_token_ids, self.runner.max_positions)
         stops = [StopState(rules, self.tokenizer, tokens) for tokens in ids]
-        sources = request.sources(len(ids), self.encoder is not None)
+        sources = request.sources(ids, self.encoder is not None, self.vision is not None)
         forbid = request.forbids(rules, self.tokenizer, self.runner.vocab_size)
         asked = zip(ids, stops, sources, request.constraints(len(ids)), strict=True)
         seqs = []

@@ -12,6 +12,7 @@ from shoal.engine.request import Request
 from shoal.model.encoder import Encoder
 from shoal.model.kv.cache import KVCache
 from shoal.model.runner import ModelRunner
+from shoal.model.vision import Vision
 from shoal.types import ModelInfo
 
 
@@ -23,6 +24,7 @@ class LoadedModel(Protocol):
     model: Any
     model_name: str
     encoder: Encoder | None
+    vision: Vision | None
 
     @property
     def fingerprint(self) -> str:

@@ -17,6 +17,9 @@ _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant"
           "function": "tool"}
 _CALLS = ("tool_calls", "function_call")
 _SAID = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+_PICTURES = ("image_url", "input_image", "image")
+_SHOWS = ("user", "tool", "function")
+"""Whose messages may hold pictures."""
 _THOUGHT = {"thinking": "thinking", "reasoning": "text"}
 """Types of parts, and the key under which each has its text."""
 _REASONING = "reasoning_content"
@@ -72,11 +75,31 @@ class _Spoken:
             self._ignored[f"messages.{key}"] = None
         return {**made, **({"tool_calls": calls} if calls else {}), **thought}
 
-    def _content(self, role: str, given: Mapping[str, Any]) -> str:
+    def _content(self, role: str, given: Mapping[str, Any]) -> str | list[Message]:
+        """Text; a list of its parts where pictures are among them."""
         content = given.get("content")
         if content in (None, []) and role in ("assistant", "tool", "function"):
             return ""
-        return "".join(map(self._text, content if isinstance(content, list) and content else [content]))
+        parts = content if isinstance(content, list) and content else [content]
+        shown = [isinstance(part, Mapping) and part.get("type") in _PICTURES for part in parts]
+        if not any(shown):
+            return "".join(map(self._text, parts))
+        if role not in _SHOWS:
+            raise BadMessage(self._where, f".content holds a picture, and its role is {role!r}; it must be one of "
+                             f"{', '.join(_SHOWS)}")
+        return [self._picture(part) if picture else {"type": "text", "text": self._text(part)}
+                for part, picture in zip(parts, shown, strict=True)]
+
+    def _picture(self, part: Mapping[str, Any]) -> Message:
+        """A picture's part in OpenAI's form of chats."""
+        given = part.get("image_url", part.get("url", part.get("image")))
+        url = given.get("url") if isinstance(given, Mapping) else given
+        if not isinstance(url, str):
+            raise BadMessage(self._where, ".content holds a picture without image_url; give a data URL")
+        others = {*part, *(given if isinstance(given, Mapping) else ())}
+        for name in sorted(others - {"type", "image_url", "url", "image"}):
+            self._ignored[f"messages.content.{name}"] = None
+        return {"type": "image_url", "image_url": {"url": url}}
 
     def _text(self, part: Any) -> str:
         """The text of a part; what an assistant thought is kept apart."""
@@ -149,6 +172,19 @@ class _Spoken:
         return {}
 
 
+def shown_in(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[str]]:
+    """Messages whose pictures are bare parts, as templates take them, and the pictures' URLs in their order."""
+    told, urls = list[Mapping[str, Any]](), list[str]()
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list):
+            urls += [part["image_url"]["url"] for part in content if part["type"] == "image_url"]
+            parts = [part if part["type"] == "text" else {"type": "image"} for part in content]
+            message = {**message, "content": parts}
+        told.append(message)
+    return told, urls
+
+
 def chat_text(messages: Sequence[Mapping[str, Any]], render: Callable[..., str], /, **options: Any) -> str:
     """The text of a conversation, up to where the model goes on.
 
@@ -206,6 +242,13 @@ def _with_system(messages: Sequence[Mapping[str, Any]], render: Callable[[Sequen
     return lost or ""
 
 
+def _after(told: str, content: Any) -> Any:
+    """A message's text or parts, after a text."""
+    if isinstance(content, list):
+        return [{"type": "text", "text": f"{told}\n"}, *content]
+    return f"{told}\n{content}" if content else told
+
+
 def _holds(messages: Sequence[Mapping[str, Any]], text: str, render: Callable[..., str]) -> bool:
     """Whether the template has a place for every system message. Where it changes their text, marks are tried."""
     contents = [str(one.get("content") or "") for one in messages]
@@ -227,8 +270,7 @@ def folded(messages: Sequence[Mapping[str, Any]], kept: int) -> list[Mapping[str
             waiting += [str(message["content"])] if message.get("content") else []
             continue
         if waiting and message.get("role") == "user":
-            waiting += [str(message["content"])] if message.get("content") else []
-            message = {**message, "content": "\n".join(waiting)}
+            message = {**message, "content": _after("\n".join(waiting), message.get("content"))}
         elif waiting:
             made.append({"role": "user", "content": "\n".join(waiting)})
         waiting = []

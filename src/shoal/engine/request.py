@@ -16,10 +16,11 @@ from shoal.decode.text.stop import StopRules
 from shoal.engine.constraints.constraint import Constraint, constraint_of
 from shoal.engine.constraints.forbidden import Forbidden, check_ids, spelled
 from shoal.engine.constraints.monitor import Monitor
-from shoal.engine.messages import chat_text
+from shoal.engine.messages import chat_text, shown_in
 from shoal.errors import Unsupported, check_text
 from shoal.methods.base import Method
 from shoal.model.layers.cross_attention import Encoded
+from shoal.model.layers.pictures import Pictures
 from shoal.sandbox.template import rendered
 from shoal.types import Sampling
 
@@ -94,8 +95,8 @@ class Request:
         cache_salt: a scheduler lets this request use what it keeps of prompts with the same salt, and of no others.
         adapter: the name of an adapter that `Engine.add_adapter` has added, which runs beside the model; "" for none,
             None for the engine's own choice.
-        source: what the engine's `encoder` made of the source that a text is about, or a list with one for each prompt;
-            None for models without an encoder.
+        source: what the engine's `encoder` made of the source that a text is about, or its `vision` of the pictures in
+            a prompt, or a list with one for each prompt; None for a prompt without pictures and for other models.
 
     Raises:
         Unsupported: a constraint beside ignore_eos.
@@ -117,7 +118,7 @@ class Request:
     constraint: Constraint | Monitor | tuple[Constraint | Monitor | None, ...] | None = None
     cache_salt: str = ""
     adapter: str | None = None
-    source: Encoded | tuple[Encoded, ...] | None = None
+    source: Encoded | Pictures | tuple[Encoded | Pictures | None, ...] | None = None
 
     def __post_init__(self) -> None:
         wanted = self.constraint if isinstance(self.constraint, tuple) else (self.constraint,)
@@ -168,24 +169,29 @@ class Request:
             raise ValueError(f"constraint is a list of {len(found)} for {prompts} prompts; give one for each")
         return found
 
-    def sources(self, prompts: int, wanted: bool) -> Sequence[Encoded | None]:
-        """The source of each prompt.
+    def sources(
+        self, prompts: Sequence[Sequence[int]], wanted: bool, sees: bool
+    ) -> Sequence[Encoded | Pictures | None]:
+        """The source of each prompt; pictures at their places in it.
 
         Args:
-            wanted: whether the model has an encoder.
+            wanted: whether the model has an encoder of sources.
+            sees: whether it has one of pictures.
 
         Raises:
-            ValueError: there is none, or a list has more or fewer than `prompts`.
+            ValueError: there is none, a list has more or fewer than `prompts`, or pictures do not fit a prompt.
             Unsupported: the model reads none.
         """
-        found = self.source if isinstance(self.source, tuple) else (self.source,) * prompts
-        if not wanted and self.source is not None:
+        found = self.source if isinstance(self.source, tuple) else (self.source,) * len(prompts)
+        if not wanted and not sees and self.source is not None:
             raise Unsupported("a source for a model without an encoder", "it reads text alone", "Leave source out")
-        if len(found) != prompts:
-            raise ValueError(f"source is a list of {len(found)} for {prompts} prompts; give one for each")
+        if len(found) != len(prompts):
+            raise ValueError(f"source is a list of {len(found)} for {len(prompts)} prompts; give one for each")
         if wanted and not all(isinstance(one, Encoded) for one in found):
             raise ValueError("the model has an encoder and reads a source; give source=engine.encoder(inputs)")
-        return found
+        if sees and not all(one is None or isinstance(one, Pictures) for one in found):
+            raise ValueError("the source is not pictures; give what engine.vision.read(messages) returns")
+        return [one.laid(ids) if isinstance(one, Pictures) else one for one, ids in zip(found, prompts, strict=True)]
 
     def rules(self, eos: frozenset[int], max_length: int | None) -> StopRules:
         """Where a sequence of this request ends."""
@@ -285,6 +291,8 @@ def chat_ids(messages: Messages, tokenizer: Any, /, *, add_special_tokens: bool 
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("a prompt of messages needs a tokenizer with a chat template, and this model has none; give "
                          "text, or set tokenizer.chat_template")
+    if shown_in(messages)[1]:
+        raise Unsupported("a picture here", "only text is read", "Send it in a chat or with engine.generate(messages)")
     text = chat_text(messages, partial(rendered, tokenizer), **options)
     check_text(text, "the conversation")
     return list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])

@@ -7,6 +7,7 @@ the first position that skipped anything, so a turn always starts from what a fr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from typing_extensions import Unpack, override
@@ -15,10 +16,12 @@ from shoal.decode.prefixes import common
 from shoal.decode.running_sequence import RunningSequence
 from shoal.engine.loaded import LoadedModel
 from shoal.engine.messages import Message
-from shoal.engine.request import Options, Request, chat_ids, prompt_ids
+from shoal.engine.pictures import read_chat
+from shoal.engine.request import Options, Request, prompt_ids
 from shoal.engine.scheduling.stream import Stream
 from shoal.errors import Unsupported
 from shoal.model.kv.cache import KVCache
+from shoal.model.layers.pictures import keys_of
 from shoal.types import Result, Step
 
 
@@ -61,17 +64,19 @@ class Session:
         said = [{"role": "user", "content": message}] if isinstance(message, str) else message
         messages, offered = [*self.messages, *said], dict[str, Any](tools=self.tools) if self.tools else {}
         tokenizer, runner = self._engine.tokenizer, self._engine.runner
-        ids = prompt_ids(chat_ids(messages, tokenizer, **offered), tokenizer, runner.vocab_size, runner.max_positions)
-        seqs = self._engine.seqs([ids], request)
+        told, pictures = read_chat(self._engine, messages, **offered)
+        ids = prompt_ids(told, tokenizer, runner.vocab_size, runner.max_positions)
+        seqs = self._engine.seqs([ids], request if pictures is None else replace(request, source=pictures))
         # The cache keeps what the ids begin with, less what is shallow. The last token is always run.
-        del self._cached[self._cache.truncate(0, min(common(self._cached, ids), len(ids) - 1)) :]
+        known = common(self._cached, keys_of(ids, seqs[0].source))
+        del self._cached[self._cache.truncate(0, min(known, len(ids) - 1)) :]
         self._last = Turn(self, messages, self._engine, seqs, self._cache)
         return self._last
 
     def keep(self, messages: list[Message], answer: str, tokens: Sequence[int]) -> None:
         """Take over a turn: the conversation, and the tokens that the cache now holds."""
         self.messages = [*messages, {"role": "assistant", "content": answer}]
-        self._cached = list(tokens[: self._cache.positions[0]])
+        self._cached = list(keys_of(tokens, self._cache.encoded[0])[: self._cache.positions[0]])
 
 
 class Turn(Stream):

@@ -168,7 +168,7 @@ class HFRunner(ModelRunner):
         places = [positions(chunk, cache, 0, len(chunk.tokens), ids.shape[1]) for chunk in chunks]
         x = self.parts.embed(ids, torch.tensor(places, device=self.device))
         for states, chunk in zip(x, chunks, strict=True):
-            lay_vectors(states, [chunk])
+            lay_vectors(states, [chunk], cache)
         return x
 
     @override
@@ -521,7 +521,7 @@ class _PrepackedCall(_Call):
         if hidden is None:
             ids = torch.tensor([[token for chunk in chunks for token in chunk.tokens]], device=runner.device)
             self.hidden = runner.parts.embed(ids, self._places)
-            lay_vectors(self.hidden[0], chunks)
+            lay_vectors(self.hidden[0], chunks, cache)
         else:
             self.hidden = torch.cat([states[:size] for states, size in zip(hidden, self.sizes, strict=True)])[None]
         self._asker = Asker(cache, runner.device)

@@ -21,6 +21,7 @@ from shoal.model.kv.cache import KVCache
 from shoal.model.kv.form import KVSizes
 from shoal.model.kv.passing import PassingLayer
 from shoal.model.layers.cross_attention import Encoded
+from shoal.model.layers.pictures import Pictures
 from shoal.model.lora.adapter import Adapter, FittedAdapter
 from shoal.model.state.layer import StateLayer
 
@@ -450,7 +451,7 @@ def adapters_of(chunks: Sequence[SequenceChunk], cache: KVCache) -> list[FittedA
 def encoded_of(chunk: SequenceChunk, cache: KVCache) -> Encoded:
     """What an encoder made of the source of a chunk's sequence; ValueError if it has none."""
     found = cache.encoded[chunk.seq]
-    if found is None:
+    if not isinstance(found, Encoded):
         raise ValueError(f"sequence {chunk.seq} has no source; a model with an encoder needs one. Give source=...")
     return found
 
@@ -471,14 +472,31 @@ def opened_in(
     return found if any(found) else None
 
 
-def lay_vectors(x: Tensor, chunks: Sequence[SequenceChunk]) -> None:
-    """Write the chunks' `vectors` into the inputs of the first layer, [tokens of all chunks, D]."""
+def lay_vectors(x: Tensor, chunks: Sequence[SequenceChunk], cache: KVCache) -> None:
+    """Write the chunks' `vectors` and pictures into the inputs of the first layer, [tokens of all chunks, D]."""
     first = 0
     for chunk in chunks:
         last = first + len(chunk.tokens)
         if chunk.vectors is not None:
             x[first + chunk.with_ids : last] = chunk.vectors.to(x)
+        if (seen := pictures_in(chunk, cache)) is not None:
+            places, states = seen
+            x[[first + place for place in places]] = states.to(x)
         first = last
+
+
+def pictured(chunks: Sequence[SequenceChunk], cache: KVCache) -> bool:
+    """Whether some token stands for a picture."""
+    return any(cache.encoded) and any(pictures_in(chunk, cache) is not None for chunk in chunks)
+
+
+def pictures_in(chunk: SequenceChunk, cache: KVCache) -> tuple[list[int], Tensor] | None:
+    """Which tokens of a chunk stand for pictures, and their states; None for no token."""
+    source, begin = cache.encoded[chunk.seq], cache.positions[chunk.seq] + chunk.fed
+    if not isinstance(source, Pictures) or source.places[-1] < begin:
+        return None
+    places, states = source.within(begin, begin + len(chunk.tokens))
+    return (places, states) if places else None
 
 
 def check_readers(chunks: Sequence[SequenceChunk], sources: Sequence[int | None], start: Start | None) -> None:

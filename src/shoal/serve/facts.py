@@ -12,6 +12,7 @@ from shoal.engine.loading.form import FileForm
 from shoal.engine.loading.generation_config import eos_ids, filled
 from shoal.engine.loading.gguf_checkpoint import spoken_by
 from shoal.model.config import context_of, layers_of
+from shoal.model.vision import VISION
 from shoal.serve.protocol.infill import marks_in
 from shoal.serve.protocol.thoughts import tags_of
 from shoal.serve.protocol.wire import Json
@@ -28,6 +29,7 @@ class ModelFacts:
         vocabulary: number of tokens.
         template: of chats; None without one.
         fills: whether it has tokens around a gap.
+        sees: whether it reads pictures.
         sampling: what its makers recommend.
         sampling_from: where that stands.
         ends: ids that end an answer.
@@ -41,6 +43,7 @@ class ModelFacts:
     vocabulary: int
     template: str | None
     fills: bool
+    sees: bool
     sampling: Mapping[str, float]
     sampling_from: str
     ends: tuple[int, ...]
@@ -52,8 +55,8 @@ class ModelFacts:
         """Of a model in memory."""
         runner, spoken = engine.runner, spoken_by(engine.tokenizer)
         return cls(engine.family, runner.num_layers, runner.max_positions, runner.vocab_size, spoken.template,
-                   marks_in(spoken.tokens) is not None, engine.sampling, engine.sampling_from,
-                   tuple(sorted(engine.eos_token_ids)), engine.changes, engine.form())
+                   marks_in(spoken.tokens) is not None, engine.vision is not None, engine.sampling,
+                   engine.sampling_from, tuple(sorted(engine.eos_token_ids)), engine.changes, engine.form())
 
     @classmethod
     def of_files(cls, files: Checkpoint) -> ModelFacts:
@@ -62,14 +65,14 @@ class ModelFacts:
         text, (sampling, origin) = config.get_text_config(), files.sampling(generation)
         ends = eos_ids(generation, config, spoken.tokenizer, **files.ends())
         return cls(str(config.model_type), layers_of(text), context_of(text), text.vocab_size, spoken.template,
-                   marks_in(spoken.tokens) is not None, sampling, origin, tuple(sorted(ends)), files.changes,
-                   files.form())
+                   marks_in(spoken.tokens) is not None, config.model_type in VISION, sampling, origin,
+                   tuple(sorted(ends)), files.changes, files.form())
 
     def props(self, name: str) -> Json:
         """What `/props` says; what only a model in memory has is null."""
         return {
             "model_alias": name, "build_info": f"shoal {__version__}", "total_slots": None,
-            "chat_template": self.template, "modalities": {"vision": False, "audio": False},
+            "chat_template": self.template, "modalities": {"vision": self.sees, "audio": False},
             "default_generation_settings": {"n_ctx": self.positions, "params": filled({}, self.sampling),
                                             "params_from": self.sampling_from or "default"},
             "num_layers": self.layers, "vocab_size": self.vocabulary, "eos_token_ids": [*self.ends],
@@ -79,7 +82,7 @@ class ModelFacts:
     def show(self, name: str, made: str, parent: str = "") -> Json:
         """What `/api/show` says, in the names of Ollama; `made` is when, `parent` an adapter's model."""
         template, family = str(self.template or ""), self.family
-        able = {"completion": True, "tools": "tools" in template, "insert": self.fills,
+        able = {"completion": True, "tools": "tools" in template, "insert": self.fills, "vision": self.sees,
                 "thinking": tags_of(template) is not None}
         parameters = [f"{name} {value}" for name, value in filled({}, self.sampling).items()]
         return {

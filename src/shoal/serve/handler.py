@@ -16,6 +16,7 @@ from shoal.decode.text.pieces import TokenBytes
 from shoal.engine.constraints.monitor import Monitor, python_members
 from shoal.engine.request import prompt_ids
 from shoal.engine.scheduling.scheduler import Scheduler
+from shoal.model.layers.pictures import Pictures
 from shoal.serve import policy
 from shoal.serve.answer import Answer, Compiling
 from shoal.serve.errors import LOG, ApiError, failed, no_model, refused
@@ -39,7 +40,7 @@ from shoal.serve.protocol.logprobs import Echo, TokenNames, echo_of
 from shoal.serve.protocol.messages import MessageBody, MessageWire
 from shoal.serve.protocol.responses import ResponseBody, ResponseWire
 from shoal.serve.protocol.thoughts import Reading, ThoughtLimit, thoughts_of
-from shoal.serve.protocol.tokens import apart, chat_ids, conversation, prompts_of
+from shoal.serve.protocol.tokens import apart, conversation, prompts_of, read_chat
 from shoal.serve.protocol.tools import Tools
 from shoal.serve.protocol.wire import ChatWire, CompletionWire, Json, Wire, with_steps
 from shoal.serve.settings import Settings
@@ -90,7 +91,7 @@ class RequestHandler:
         """The number of tokens of such a conversation."""
         _, body, ignored = self.translated(read(await request.body()), MessageBody, MESSAGES, messages.as_chat)
         self._check(body, 1)
-        ids, _, more = await self._prompt(body)
+        ids, *_, more = await self._prompt(body, look=False)
         return self._noted(JSONResponse({"input_tokens": len(ids)}), [*ignored, *more])
 
     def _parsed(self, raw: bytes, kind: type[Asked]) -> tuple[Asked, list[str]]:
@@ -123,21 +124,25 @@ class RequestHandler:
             raise refused("n_cmpl", f"n_cmpl is {body.n}; this route gives one answer")
         return chat, body, ignored
 
-    async def _prompt(self, body: ChatBody) -> tuple[list[int], Tools | None, list[str]]:
-        """The token ids of a conversation, the tools that may be called, and the names of what has no effect in it."""
+    async def _prompt(
+        self, body: ChatBody, look: bool = True
+    ) -> tuple[list[int], Pictures | None, Tools | None, list[str]]:
+        """The token ids of a conversation, its pictures, tools that may be called, and names of what has no effect."""
         tools = body.tools_for(getattr(self._tokenizer, "chat_template", None))
         told, ignored = conversation(body.messages, self._tokenizer, self._settings.strict)
-        return await apart(chat_ids, told, self._tokenizer, body.variables(tools, told)), tools, ignored
+        engine = self._scheduler.engine
+        ids, pictures = await apart(read_chat, engine, told, body.variables(tools, told), look)
+        return ids, pictures, tools, ignored
 
     async def converse(
         self, request: Request, body: ChatBody, ignored: Sequence[str], wire: Callable[[Answer, Reading], Wire]
     ) -> Response:
         """Answer a conversation in a form."""
         limit = body.limit(self._settings.default_max_tokens, self._settings.max_tokens)
-        ids, tools, more = await self._prompt(body)
+        ids, pictures, tools, more = await self._prompt(body)
         self._check(body, 1)
         reading = Reading(tools, thoughts_of(self._tokenizer, ids, body.thoughts_shown))
-        answer = await self._start(request, body, [ids], limit, reading, body.thoughts_limit)
+        answer = await self._start(request, body, [ids], limit, reading, body.thoughts_limit, pictures)
         return self._noted(await self._answer(request, body, answer, wire(answer, reading)), [*ignored, *more])
 
     def _noted(self, answer: Response, ignored: Sequence[str]) -> Response:
@@ -225,7 +230,7 @@ class RequestHandler:
 
     async def _start(
         self, request: Request, body: Body, prompts: Sequence[Any], limit: int, reading: Reading = _PLAIN,
-        thoughts_limit: int | None = None,
+        thoughts_limit: int | None = None, pictures: Pictures | None = None,
     ) -> Answer:
         """Queue a request."""
         method = policy.choose(body.method, body.method_args, self._settings)
@@ -234,7 +239,7 @@ class RequestHandler:
             note(request.scope, prompts=list(prompts))
         wanted = 0 if body.alternatives is None and body.answers > body.n else body.alternatives
         options = {**body.options(self._scheduler.engine.sampling), "method": method, "max_new_tokens": limit,
-                   "logprobs": wanted, "adapter": self._settings.adapter_of(body.model)}
+                   "logprobs": wanted, "adapter": self._settings.adapter_of(body.model), "source": pictures}
         tools, thoughts = reading.tools, reading.thoughts
         bound = options["constraint"] if tools is None or tools.constraint is None else tools.constraint
         if self._settings.members_folder and isinstance(bound, Monitor):  # requests name none but that of members

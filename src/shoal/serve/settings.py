@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from shoal.integrations.mcp_servers import McpServers
 
 _NAMES = ("localhost", "127.0.0.1", "[::1]")
+_CHATS = ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/api/chat",
+          "/api/generate", "/tokenize")
+"""Routes whose messages may hold pictures."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ class Settings:
         max_n: most answers per request, over all its prompts; a search counts once per possible branch.
         max_body: most bytes of a request.
         max_audio: most bytes of one with sound.
+        max_pictures: most bytes of a chat where models see; 0 where none does.
         max_audio_seconds: most seconds of sound.
         timeout: seconds after which a request is answered 504; None for no limit.
         grace: seconds that requests have to finish when the server shuts down.
@@ -59,6 +63,7 @@ class Settings:
     max_body: int = 1 << 20
     max_audio: int = 25 << 20
     max_audio_seconds: float = 4 * 3600.0
+    max_pictures: int = 0
     timeout: float | None = 600.0
     grace: float = 30.0
     log_prompts: bool = False
@@ -74,7 +79,8 @@ class Settings:
 
     def limit_of(self, path: str) -> int:
         """Most bytes of a request on a path."""
-        return max(self.max_body, self.max_audio) if path.startswith(SPEECH_ROUTE) else self.max_body
+        more = self.max_audio if path.startswith(SPEECH_ROUTE) else self.max_pictures if path in _CHATS else 0
+        return max(self.max_body, more)
 
     @property
     def names(self) -> tuple[str, ...]:

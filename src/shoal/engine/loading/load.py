@@ -33,6 +33,7 @@ from shoal.model.probe import in_transformers
 from shoal.model.runner import ModelRunner
 from shoal.model.sambay import OWN_CONFIGS, check_modules
 from shoal.model.transform import Transform
+from shoal.model.vision import vision_of
 
 Backend = Literal["auto", "hf", "packed"]
 BACKENDS = ("auto", "hf", "packed")
@@ -237,7 +238,7 @@ def _from_files(
     if not isinstance(runner, str):
         made = _engine(runner, tokenizer, config, files.generation_config(), files.name, card, files)
         made.encoder = None if source is None else encoder_of(config, source, runner, files.place)
-        return made
+        return _sees(made, config, files)
     if files.encodes:
         raise Unsupported(f"model type {config.model_type!r} on transformers' modules", "Shoal runs its decoder packed",
                           'Use safetensors, and backend="packed"')
@@ -250,7 +251,20 @@ def _from_files(
     if not isinstance(engine.runner, HFRunner):
         engine.model = None  # its packed weights are a copy
     engine.unpacked = engine.unpacked or runner
+    return _sees(engine, config, files)
+
+
+def _sees(engine: Engine, config: Any, files: Checkpoint) -> Engine:
+    """Give an engine the encoder of pictures of its model, which is read when the first one comes."""
+    source = files.weights()
+    if source is not None:
+        engine.vision = vision_of(config, source, engine.runner, files.place, lambda size: _check_sight(engine, size))
     return engine
+
+
+def _check_sight(engine: Engine, size: int) -> None:
+    if engine.limit is not None:
+        engine.limit.check_weights("the encoder of pictures", size)
 
 
 def _pack(

@@ -21,6 +21,7 @@ from shoal.model.kv.lent import LentSlots
 from shoal.model.kv.memory import clear, together
 from shoal.model.kv.passing import PassingLayer
 from shoal.model.layers.cross_attention import Encoded
+from shoal.model.layers.pictures import Pictures
 from shoal.model.lora.adapter import FittedAdapter
 from shoal.model.state.layer import State, StateLayer, state_bytes
 
@@ -75,7 +76,7 @@ class KVCache:
         self.most_seqs, self.lends = ENDLESS, False
         self._marks: list[int | None] = [None] * seqs
         self.adapters: list[FittedAdapter | None] = [None] * seqs
-        self.encoded: list[Encoded | None] = [None] * seqs
+        self.encoded: list[Encoded | Pictures | None] = [None] * seqs
         self.adapted = False
 
     @property
@@ -105,11 +106,12 @@ class KVCache:
             self.adapters[seq] = adapter
             self._note_adapters()
 
-    def attach(self, seq: int, encoded: Encoded | None) -> None:
-        """Set what a sequence reads of a source; what was stored beside another one is forgotten."""
-        if self.encoded[seq] is not encoded:
+    def attach(self, seq: int, encoded: Encoded | Pictures | None) -> None:
+        """Set what a sequence reads of a source; what was stored beside another one that it attends to is forgotten."""
+        former = self.encoded[seq]
+        if former is not encoded and (isinstance(former, Encoded) or isinstance(encoded, Encoded)):
             self.truncate(seq, 0)
-            self.encoded[seq] = encoded
+        self.encoded[seq] = encoded
 
     def _note_adapters(self) -> None:
         self.adapted = any(adapter is not None for adapter in self.adapters)

@@ -49,6 +49,7 @@ from shoal.model.runner import (
     lay_vectors,
     mark_shallow,
     missing_kv,
+    pictured,
     seen_by,
     split_wanted,
 )
@@ -168,7 +169,7 @@ class NativeRunner(PackedRunner):
         argmax: bool,
     ) -> _Found:
         """What a forward finds; where plain torch runs it, logits in any case."""
-        if hook is None and start is None:
+        if hook is None and start is None and not pictured(chunks, cache):
             found = self._plain.run(chunks, cache, int(argmax), self._binding)
             if found is not None:
                 return found[0] if isinstance(found, list) else found
@@ -224,7 +225,7 @@ class NativeRunner(PackedRunner):
         if hook is not None:
             taps = torch.empty(len(tapped), len(batch.ids), self.shape.line)
         more: dict[str, Any] = {}
-        if not all(chunk.bare for chunk in chunks):
+        if not all(chunk.bare for chunk in chunks) or pictured(chunks, cache):
             more = self._beside_tokens(chunks, work, batch, cache)
         if cache.adapted:
             adapters = cast("list[native.NativeAdapter | None]", adapters_of(chunks, cache))
@@ -381,9 +382,9 @@ class NativeRunner(PackedRunner):
         if any(chunk.query_hook is not None for chunk in chunks):
             choices = _choices(chunks, work, batch, cache, self.dtype)
             choose = _chooser(self.dtype, chunks, work, cache) if choices is None else None
-        if any(chunk.vectors is not None for chunk in chunks):
+        if any(chunk.vectors is not None for chunk in chunks) or pictured(chunks, cache):
             vectors = self.embed(torch.tensor(batch.ids), torch.tensor(batch.positions)).float().contiguous()
-            lay_vectors(vectors, chunks)
+            lay_vectors(vectors, chunks, cache)
         return {"choices": choices, "choose": choose, "vectors": vectors, "experts": _experts(chunks, work.layers)}
 
     def _binding(self, cache: KVCache) -> native.KVBinding:

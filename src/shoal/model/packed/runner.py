@@ -209,7 +209,7 @@ class _Pass:
         makes, self._inputs = runner.weights.inputs, None
         if start is None or makes is not None:
             self.x = runner.embed(ids, where)
-            lay_vectors(self.x, chunks)
+            lay_vectors(self.x, chunks, cache)
         if makes is not None:
             self._inputs = makes(ids, self.x[:, : runner.shape.hidden], runner.dtype)
         self._beside = None

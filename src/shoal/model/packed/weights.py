@@ -70,8 +70,8 @@ Forms = tuple[tuple[str, ...], ...]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Dtypes that weights may have, and that are computed with."""
 
-_ROOTS = ("model.", "model.language_model.", "language_model.model.", "backbone.", "transformer.", "gpt_neox.",
-          "model.decoder.", "decoder.", "")
+_ROOTS = ("model.", "model.language_model.", "model.text_model.", "language_model.model.", "backbone.", "transformer.",
+          "gpt_neox.", "model.decoder.", "decoder.", "")
 """Prefixes of the decoder's names: alone, or as the text part of a larger model, in memory and in older checkpoints."""
 
 HEADS = ("lm_head.", "language_model.lm_head.", "embed_out.")

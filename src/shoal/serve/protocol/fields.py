@@ -203,7 +203,7 @@ RESPONSES: dict[str, Unread] = {
 }
 """Of `/v1/responses`."""
 OLLAMA: dict[str, Unread] = {
-    **{name: field for name, field in OF_PEERS.items() if name not in ("system", "think", "raw")},
+    **{name: field for name, field in OF_PEERS.items() if name not in ("system", "think", "raw", "images")},
     "truncate": Refused("a prompt is read as it is; shorten it", (False,)),
     "shift": Ignored("a text that fills the context ends", (False,)),
     **dict.fromkeys(("logprobs", "top_logprobs"), Refused(_ASK_CHATS, (False, 0))),

@@ -81,11 +81,13 @@ def _add(said: list[Json], message: Mapping[str, Any], block: Any, where: str, f
     kind = block.get("type") if isinstance(block, Mapping) else None
     if kind == "tool_result":
         others = {key: value for key, value in block.items() if key not in ("type", "tool_use_id", "content")}
-        said.append({**others, "role": "tool", "tool_call_id": block.get("tool_use_id"),
-                     "content": block.get("content") or ""})
+        content = block.get("content") or ""
+        parts = [_shown(part, where) for part in content] if isinstance(content, list) else content
+        said.append({**others, "role": "tool", "tool_call_id": block.get("tool_use_id"), "content": parts})
         return
-    if kind not in ("text", "thinking", "redacted_thinking", "tool_use"):
-        raise refused(where, f"{where} has a block of type {kind!r}; the model reads text, calls and their results")
+    if kind not in ("text", "thinking", "redacted_thinking", "tool_use", "image"):
+        raise refused(where, f"{where} has a block of type {kind!r}; models read text, pictures, calls and their "
+                      "results")
     if first or said[-1].get("role") != message.get("role"):
         said.append({**message, "content": []})
     if kind == "tool_use":
@@ -95,7 +97,19 @@ def _add(said: list[Json], message: Mapping[str, Any], block: Any, where: str, f
     elif kind == "redacted_thinking":  # another model's; nobody here can read it
         said[-1]["redacted_thinking"] = True
     else:
-        said[-1]["content"] = [*said[-1]["content"], block]
+        said[-1]["content"] = [*said[-1]["content"], _shown(block, where)]
+
+
+def _shown(block: Any, where: str) -> Any:
+    """A block; a picture in OpenAI's form."""
+    if not isinstance(block, Mapping) or block.get("type") != "image":
+        return block
+    source = block.get("source")
+    if not isinstance(source, Mapping) or source.get("type") not in ("base64", "url"):
+        raise refused(where, f"{where} has a picture without a source of type base64")
+    if source["type"] == "url":
+        return {"type": "image_url", "image_url": {"url": source.get("url")}}
+    return {"type": "image_url", "image_url": {"url": f"data:{source.get('media_type')};base64,{source.get('data')}"}}
 
 
 def _tools(tools: Any) -> list[Json]:

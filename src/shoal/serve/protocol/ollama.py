@@ -37,23 +37,27 @@ class OllamaBody(BaseModel):
     top_p: float | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
+    images: list[str] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
 
 
-_OWN = ("messages", "prompt", "system", "raw", "suffix", "think", "stream")
+_OWN = ("messages", "prompt", "system", "raw", "suffix", "think", "stream", "images")
 _EFFORTS = ("low", "medium", "high", "max")
 _OF_MESSAGES = ("images", "thinking", "tool_name", "tool_calls")
 _REASONS = {"length": "length"}
 
 
 def as_chat(given: Mapping[str, Any]) -> Json:
-    """The equivalent fields of a chat; ApiError 400 for pictures, and for a `think` that is none."""
+    """The equivalent fields of a chat; ApiError 400 for pictures and a `think` that are none."""
     chat: Json = {name: value for name, value in given.items() if name not in _OWN}
     messages = given.get("messages")
     if messages is None:
         said = {"system": given.get("system"), "user": given.get("prompt")}
         messages = [{"role": role, "content": text} for role, text in said.items() if text is not None]
+        if given.get("images"):
+            messages.append({**(messages.pop() if "prompt" in given else {"role": "user", "content": ""}),
+                             "images": given["images"]})
     chat["messages"] = _spoken(messages) if isinstance(messages, list) else messages
     return {**chat, "stream": given.get("stream") is not False, **_thinking(given.get("think"))}
 
@@ -62,6 +66,8 @@ def as_completion(given: Mapping[str, Any]) -> Json:
     """The equivalent fields of a completion, for a prompt that goes through no template."""
     if given.get("system") or given.get("think"):
         raise refused("raw", "with raw or a suffix no template is used; leave system and think out")
+    if given.get("images"):
+        raise refused("images", "with raw or a suffix only text is read; leave images out")
     completion: Json = {name: value for name, value in given.items() if name not in _OWN}
     same = {name: given.get(name) for name in ("prompt", "suffix")}
     return {**completion, **same, "stream": given.get("stream") is not False}
@@ -87,9 +93,9 @@ def _spoken(messages: Sequence[Any]) -> list[Any]:
         if not isinstance(message, Mapping):
             said.append(message)
             continue
-        if message.get("images"):
-            raise refused("messages", f"messages.{place}.images: the model reads text only")
         told: Json = {key: value for key, value in message.items() if key not in _OF_MESSAGES}
+        if message.get("images"):
+            told["content"] = _with_pictures(message["images"], message.get("content"), f"messages.{place}.images")
         if message.get("thinking"):
             told["reasoning_content"] = message["thinking"]
         calls = message.get("tool_calls")
@@ -104,6 +110,15 @@ def _spoken(messages: Sequence[Any]) -> list[Any]:
             told |= {"name": message["tool_name"]} if message.get("tool_name") else {}
         said.append(told)
     return said
+
+
+def _with_pictures(images: Any, text: Any, where: str) -> list[Json]:
+    """The parts of a message whose pictures are files in base64, before its text."""
+    if not isinstance(images, list) or not all(isinstance(image, str) for image in images):
+        raise refused("messages", f"{where} must be a list of pictures in base64")
+    shown = [{"type": "image_url", "image_url": {"url": image if image.startswith("data:") else
+                                                 f"data:image/any;base64,{image}"}} for image in images]
+    return [*shown, {"type": "text", "text": text or ""}]
 
 
 class OllamaWire(Wire):

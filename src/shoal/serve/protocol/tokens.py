@@ -13,10 +13,12 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from shoal.decode.text.pieces import TokenBytes
-from shoal.engine import request
+from shoal.engine import pictures
+from shoal.engine.loaded import LoadedModel
 from shoal.engine.messages import BadMessage, plain
 from shoal.engine.request import prompt_ids
 from shoal.engine.scheduling.scheduler import Scheduler
+from shoal.model.layers.pictures import Pictures
 from shoal.serve.errors import ApiError, no_model, refused
 from shoal.serve.facts import ModelFacts
 from shoal.serve.protocol.bodies import ChatBody, Checked, read, validated
@@ -129,7 +131,8 @@ class TokenRoutes:
         chat.check()
         told, ignored = conversation(chat.messages, self._tokenizer, self._settings.strict)
         options = chat.variables(chat.tools_for(self._tokenizer.chat_template), told)
-        return chat_ids(told, self._tokenizer, {**options, "add_special_tokens": bool(body.specials)}), ignored
+        options["add_special_tokens"] = bool(body.specials)
+        return read_chat(self._engine, told, options, look=False)[0], ignored
 
     def _text(self, text: str, body: TokenizeBody) -> list[int]:
         if not text and not body.specials:
@@ -191,10 +194,12 @@ def conversation(
     return told, ignored
 
 
-def chat_ids(messages: Sequence[Mapping[str, Any]], tokenizer: Any, options: Mapping[str, Any]) -> list[int]:
-    """Token ids of such messages, by the template's options; ApiError 400 if the template refuses them."""
+def read_chat(
+    engine: LoadedModel, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], look: bool = True
+) -> tuple[list[int], Pictures | None]:
+    """Token ids and pictures of such messages, by the template's options; ApiError 400 if one of them is refused."""
     try:
-        return request.chat_ids(messages, tokenizer, **options)
+        return pictures.read_chat(engine, messages, look=look, **options)
     except ValueError as error:
         raise refused("messages", str(error)) from None
 

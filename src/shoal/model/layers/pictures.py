@@ -1,0 +1,109 @@
+"""Pictures in a prompt: what stands at their tokens in place of embeddings.
+
+Where a picture stands, the prompt holds a token of the model's own, over and over; each is replaced by one state of
+what an encoder made of it (Liu et al., 2023, arXiv 2304.08485, section 4.1).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Picture:
+    """What an encoder made of one picture.
+
+    Attributes:
+        states: [tokens, hidden], inputs of the first layer.
+        name: tells this picture from others; equal pictures have equal names.
+    """
+
+    states: Tensor
+    name: str
+
+    @cached_property
+    def keys(self) -> list[int]:
+        """A negative number for each of its tokens, the same for the same place of equal pictures alone."""
+        return [-1 - int.from_bytes(blake2b(f"{self.name} {place}".encode(), digest_size=7).digest(), "big")
+                for place in range(len(self.states))]
+
+
+@dataclass(frozen=True, eq=False)
+class Pictures:
+    """The pictures of one prompt, in the order in which they stand there.
+
+    Attributes:
+        pictures: what each is.
+        token: the id that stands for each of their states.
+        mutual: whether tokens that stand side by side also see those after them.
+        places: positions of all their tokens, ascending; empty until `laid`.
+    """
+
+    pictures: tuple[Picture, ...]
+    token: int
+    mutual: bool = False
+    places: tuple[int, ...] = ()
+
+    @cached_property
+    def states(self) -> Tensor:
+        """The states of all pictures [tokens, hidden]."""
+        return torch.cat([one.states for one in self.pictures])
+
+    @cached_property
+    def _keys(self) -> list[int]:
+        return [key for one in self.pictures for key in one.keys]
+
+    def laid(self, tokens: Sequence[int]) -> Pictures:
+        """These pictures at their places in a prompt.
+
+        Raises:
+            ValueError: the prompt has more or fewer of their tokens.
+        """
+        places = tuple(place for place, token in enumerate(tokens) if token == self.token)
+        if len(places) != len(self.states):
+            raise ValueError(f"the prompt holds token {self.token} {len(places)} times for {len(self.pictures)} "
+                             f"pictures of {len(self.states)} tokens; it must hold one for each")
+        return replace(self, places=places)
+
+    def keyed(self, tokens: Sequence[int]) -> list[int]:
+        """The tokens, with numbers of the pictures' own where they stand: equal only for equal pictures."""
+        made = list(tokens)
+        for place, key in zip(self.places, self._keys, strict=True):
+            if place < len(made):
+                made[place] = key
+        return made
+
+    def within(self, first: int, last: int) -> tuple[list[int], Tensor]:
+        """Which of positions first..last-1 are theirs, counted from `first`, and their states [that many, hidden]."""
+        low, high = bisect_left(self.places, first), bisect_left(self.places, last)
+        return [place - first for place in self.places[low:high]], self.states[low:high]
+
+    def piece(self, first: int, size: int) -> tuple[int, bool]:
+        """How many of `size` tokens from position `first` on a forward reads, and whether they see one another.
+
+        Tokens of a picture that see one another share a forward, however many they are.
+        """
+        if not self.mutual:
+            return size, False
+        low = bisect_left(self.places, first)
+        if low == len(self.places) or self.places[low] >= first + size:
+            return size, False
+        if self.places[low] > first:
+            return self.places[low] - first, False
+        last = low
+        while last < len(self.places) and self.places[last] - last == first - low:
+            last += 1
+        return last - low, True
+
+
+def keys_of(tokens: Sequence[int], source: Any) -> Sequence[int]:
+    """The tokens of a text as those of others are compared with them; `source` is what it reads beside them."""
+    return source.keyed(tokens) if isinstance(source, Pictures) else tokens

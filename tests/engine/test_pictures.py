@@ -1,0 +1,210 @@
+"""Chats with pictures, on tiny models with random weights: equal to transformers, whatever shares forwards."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import seers
+import shoal
+from shared_models import STORIES, model_path
+from shoal.depth.plan import DepthPlan
+from shoal.engine.pictures import read_chat
+from shoal.engine.scheduling.scheduler import Scheduler
+from shoal.errors import OutOfMemory, Unsupported
+from shoal.model.layers.pictures import Pictures
+from shoal.model.runner import SequenceChunk
+
+KINDS = tuple(seers.MAKERS)
+
+
+@cache
+def made(kind: str, backend: str = "auto") -> tuple[shoal.Engine, Any, Any]:
+    """An engine of a checkpoint, transformers' model and its processor."""
+    folder = Path(mkdtemp(prefix="shoal-seer-"))
+    model, processor = seers.write(folder, kind)
+    return shoal.load(str(folder), dtype="float32", backend=backend), model, processor
+
+
+def asked(*parts: Any) -> list[dict[str, Any]]:
+    """A conversation of one message."""
+    return [seers.said(*parts)]
+
+
+def inputs_of(kind: str, messages: list[dict[str, Any]], images: list[Any]) -> Any:
+    """What transformers' model takes."""
+    _, _, processor = made(kind)
+    text = processor.tokenizer.apply_chat_template(seers.bare(messages), tokenize=False, add_generation_prompt=True)
+    return processor(text=[text], images=[images], add_special_tokens=False, return_tensors="pt")
+
+
+def logits_of(engine: shoal.Engine, ids: list[int], pictures: Pictures, most: int) -> Tensor:
+    """Logits [tokens, V] of a prompt that is read in pieces of at most `most` tokens, but for whole pictures."""
+    runner, plan, found, at = engine.runner, DepthPlan.full(engine.runner.num_layers), list[Tensor](), 0
+    laid, cache = pictures.laid(ids), runner.new_cache(1)
+    cache.attach(0, laid)
+    while at < len(ids):
+        size, mutual = laid.piece(at, min(most, len(ids) - at))
+        piece = SequenceChunk(0, ids[at : at + size], [0] * size, plan, wanted=size, mutual=mutual)
+        found.append(runner.forward([piece], cache))
+        cache.commit(0, range(size))
+        at += size
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("most", [1, 7, 1000])
+def test_logits_are_those_of_transformers(kind: str, most: int) -> None:
+    engine, model, _ = made(kind)
+    images = [seers.picture(1), seers.picture(2, 90, 50)]
+    messages = asked("See ", images[0], " and ", images[1], ". What?")
+    ids, pictures = read_chat(engine, messages)
+    inputs = inputs_of(kind, messages, images)
+    assert ids == inputs["input_ids"][0].tolist()
+    with torch.no_grad():
+        wanted = model(**inputs).logits[0]
+    assert pictures is not None
+    torch.testing.assert_close(logits_of(engine, ids, pictures, most), wanted, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("method", ["full", "prompt_lookup"])
+def test_answers_are_those_of_transformers(kind: str, method: str) -> None:
+    engine, model, _ = made(kind)
+    image = seers.picture(3, 60, 33)
+    messages = asked(image, "What is it? What is it?")
+    inputs = inputs_of(kind, messages, [image])
+    wanted = model.generate(**inputs, max_new_tokens=24, do_sample=False)[0, inputs["input_ids"].shape[1] :].tolist()
+    found = list(engine.generate(messages, method=method, max_new_tokens=24, temperature=0.0).tokens)
+    assert found == wanted[: len(found)] and (len(found) == 24 or wanted[len(found)] == engine.tokenizer.eos_token_id)
+
+
+def test_modules_see_too() -> None:
+    messages = asked("Look: ", seers.picture(4))
+    packed, modules = (made("gemma3", backend)[0].generate(messages, max_new_tokens=16, temperature=0.0)
+                       for backend in ("auto", "hf"))
+    assert packed.tokens == modules.tokens
+
+
+@pytest.mark.parametrize("kind", ["llava", "gemma3"])
+def test_a_batch_is_each_alone(kind: str) -> None:
+    engine, _, _ = made(kind)
+    prompts: list[Any] = [asked("One ", seers.picture(1)), [{"role": "user", "content": "No picture"}],
+                          asked(seers.picture(2), seers.picture(5, 70, 40), "Two, and more words")]
+    together = engine.generate(prompts, max_new_tokens=12, temperature=0.0)
+    alone = [engine.generate(prompt, max_new_tokens=12, temperature=0.0) for prompt in prompts]
+    assert [one.tokens for one in together] == [one.tokens for one in alone]
+
+
+def test_depth_decays_after_a_picture_as_after_text() -> None:
+    messages, method = asked(seers.picture(1), "Go on"), shoal.D3(alpha=0.9, core=2)
+    packed, modules = (made("gemma3", backend)[0].generate(messages, method=method, max_new_tokens=12, temperature=0.0)
+                       for backend in ("auto", "hf"))
+    assert packed.tokens == modules.tokens and packed.stats.mean_layers < 3
+
+
+def read_by(scheduler: Scheduler, *parts: Any) -> tuple[list[int], int]:
+    """The answer to a message, and how many tokens of it were known."""
+    ids, pictures = read_chat(scheduler.engine, asked(*parts))
+    handle = scheduler.submit(ids, max_new_tokens=8, temperature=0.0, source=pictures)
+    list(handle)
+    return list(handle.results[0].tokens), handle.entries[0].seq.cached
+
+
+@pytest.mark.parametrize("kind", ["llava", "gemma3"])
+def test_prefixes_know_pictures_by_content(kind: str) -> None:
+    engine, _, _ = made(kind)
+    one, other, text = seers.picture(1), seers.picture(2), " and a text behind it"
+    before = len(read_chat(engine, asked("See "))[0]) - len("[assistant]")
+    known = len(read_chat(engine, asked("See ", one, text))[0]) - len("[assistant]")
+    with Scheduler(engine, prefix_bytes=1 << 26) as scheduler:
+        assert read_by(scheduler, "See ", one, text)[1] == 0
+        again, changed = read_by(scheduler, "See ", one, text, " indeed"), read_by(scheduler, "See ", other, text)
+    assert again[1] == known and changed[1] <= before + 8  # a token may begin every picture
+    assert changed[1] >= before or any(engine.runner.windows)  # a window has moved on
+    for (found, _), parts in ((again, (one, text, " indeed")), (changed, (other, text))):
+        alone = engine.generate(asked("See ", *parts), max_new_tokens=8, temperature=0.0)
+        assert found == list(alone.tokens)
+
+
+@pytest.mark.parametrize("kind", ["llava", "gemma3"])
+def test_a_session_keeps_what_it_has_seen(kind: str) -> None:
+    engine, _, _ = made(kind)
+    session = engine.session(temperature=0.0, max_new_tokens=6)
+    for said in ([seers.said("See ", seers.picture(1))], "And now?", [seers.said("Another ", seers.picture(2))]):
+        turn = session.stream(said)
+        list(turn)
+        assert turn.result.tokens == engine.generate(session.messages[:-1], temperature=0.0, max_new_tokens=6).tokens
+
+
+def test_a_chat_reads_no_picture_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _, _ = made("llava")
+    session, runner, sizes = engine.session(temperature=0.0, max_new_tokens=6), engine.runner, list[int]()
+    list(session.stream([seers.said("See ", seers.picture(1), " and a text that takes many tokens by itself")]))
+    forward = runner.argmax
+    monkeypatch.setattr(runner, "argmax", lambda chunks, *rest: sizes.append(
+        sum(len(chunk.tokens) for chunk in chunks)) or forward(chunks, *rest))
+    list(session.stream("And now?"))
+    assert max(sizes) <= len("[user]And now?[assistant]") + 6 * 4  # an answer may be spelled otherwise in a prompt
+
+
+def test_equal_pictures_are_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _, _ = made("llava")
+    assert engine.vision is not None
+    asked_of, module = list[int](), engine.vision.module
+    own = module.get_image_features
+    monkeypatch.setattr(module, "get_image_features", lambda **given: asked_of.append(1) or own(**given))
+    image = seers.picture(77)
+    for _ in range(3):
+        read_chat(engine, asked(image, "What?"))
+    assert len(asked_of) == 1
+
+
+def test_an_encoder_is_read_with_the_first_picture_and_within_the_memory(tmp_path: Path) -> None:
+    seers.write(tmp_path, "llava")
+    engine = shoal.load(str(tmp_path), dtype="float32")
+    assert engine.vision is not None and engine.vision.nbytes == 0
+    read_chat(engine, asked(seers.picture(1)))
+    assert engine.vision.nbytes > 0
+    other = shoal.load(str(tmp_path), dtype="float32", memory="4GiB")
+    assert other.limit is not None
+    other.limit = replace(other.limit, memory=1)
+    with pytest.raises(OutOfMemory, match="the encoder of pictures"):
+        read_chat(other, asked(seers.picture(1)))
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    seers.write(tmp_path, "llava")
+    file = tmp_path / "model.safetensors"
+    state = load_file(file)
+    del state["multi_modal_projector.linear_1.weight"]
+    save_file(state, file, {"format": "pt"})
+    engine = shoal.load(str(tmp_path), dtype="float32")
+    with pytest.raises(Unsupported, match=r"without model\.multi_modal_projector\.linear_1\.weight"):
+        read_chat(engine, asked(seers.picture(1)))
+
+
+def test_models_of_text_refuse_pictures() -> None:
+    engine = shoal.load(str(model_path(STORIES)))
+    with pytest.raises(Unsupported, match="Shoal reads text alone with it"):
+        read_chat(engine, asked(seers.picture(1)))
+
+
+def test_pictures_must_fit_the_prompt() -> None:
+    engine, _, _ = made("llava")
+    ids, pictures = read_chat(engine, asked(seers.picture(1), "What?"))
+    assert engine.vision is not None
+    del ids[ids.index(engine.vision.token)]
+    with pytest.raises(ValueError, match="15 times for 1 pictures of 16 tokens"):
+        engine.generate(ids, source=pictures)
+    with pytest.raises(ValueError, match="have 64"):
+        read_chat(engine, asked(*[seers.picture(1)] * 65))
