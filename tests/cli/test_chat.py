@@ -195,8 +195,9 @@ def test_a_file_of_just_the_bound_goes(say: Any, tmp_path: Path) -> None:
     assert say(f"/file {path}") == ("with the next message: full.txt (/reset drops it)\n", [])
 
 
-def test_pictures_are_refused_in_a_line(say: Any) -> None:
-    assert say("/image cat.png") == ("", ["error: the models here read no images yet; /file PATH adds a text file"])
+def test_pictures_are_refused_by_models_of_text_in_a_line(say: Any) -> None:
+    out, err = say("/image cat.png")
+    assert out == "" and len(err) == 1 and "Shoal reads text alone with it. Use a model that sees" in err[0]
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli.console.files import attached, place
+from shoal.cli.console.files import attached, picture, place, with_pictures
 from shoal.cli.console.lines import Lines
 from shoal.cli.options import bring, common, tool_servers
 from shoal.cli.options.parser import Parser
@@ -49,7 +49,7 @@ ABOUT = {
     "/reset": "start a new conversation",
     "/save PATH": "write the conversation as JSON",
     "/load PATH": "continue a saved conversation, or any list of messages",
-    "/image": "says that no model here reads pictures yet",
+    "/image PATH": "add a picture to the next message, where the model sees; alone: list what is added",
     "/help": "show this",
     "/exit": "end the chat, as Ctrl-D does",
 }
@@ -121,6 +121,7 @@ class Talk:
         self._session = engine.session(system=args.system, **common.sampling(args, engine))
         self._answers: list[Stats] = []
         self._files: list[str] = []
+        self._pictures: dict[str, str] = {}
         self._figures = args.stats and not args.quiet
         self._tools: ToolUse | None = None
 
@@ -151,18 +152,19 @@ class Talk:
     def answer(self, text: str) -> None:
         """Stream the answer to a text, and make the calls in it. An interrupt ends it; the text so far stays."""
         before = list(self._session.messages)
-        said: list[dict[str, Any]] = [{"role": "user", "content": "\n\n".join([*self._files, text])}]
+        content = with_pictures(self._pictures.values(), "\n\n".join([*self._files, text]))
+        said: list[dict[str, Any]] = [{"role": "user", "content": content}]
         try:
             for _ in range(MOST_ROUNDS):
                 calls = self._answer(said)
                 if not calls or self._tools is None:
-                    self._files = []
+                    self._forget()
                     return
                 said = self._results(self._tools, calls)
         except ValueError:
             self._session.messages = before
             raise
-        self._files = []
+        self._forget()
         self._session.messages += said
         print(f"[{MOST_ROUNDS} answers in a row called tools; say how to go on]", file=sys.stderr)
 
@@ -221,12 +223,22 @@ class Talk:
         """Add a text file to the next message; without a path, say what is added."""
         if path:
             self._files.append(attached(place("/file", path)))
-        names = ", ".join(text.partition(":\n")[0] for text in self._files)
-        print(f"with the next message: {names or 'no file'}{names and ' (/reset drops it)'}")
+        self._list_added()
 
     def image(self, path: str) -> None:
-        """Refuse a picture."""
-        raise ValueError("the models here read no images yet; /file PATH adds a text file")
+        """Add a picture to the next message; without a path, say what is added."""
+        if path:
+            found = place("/image", path)
+            self._pictures[found.name] = picture(found, self._engine)
+        self._list_added()
+
+    def _list_added(self) -> None:
+        names = ", ".join([*self._pictures, *(text.partition(":\n")[0] for text in self._files)])
+        print(f"with the next message: {names or 'no file'}{names and ' (/reset drops it)'}")
+
+    def _forget(self) -> None:
+        """Leave no file added."""
+        self._files, self._pictures = [], {}
 
     def model(self, name: str) -> None:
         """Go on with another model, if one is given, and show which one answers.
@@ -273,7 +285,8 @@ class Talk:
     def reset(self) -> None:
         """Forget everything but the system message."""
         self._session.messages = [message for message in self._session.messages if message["role"] == "system"]
-        self._answers, self._files = [], []
+        self._answers = []
+        self._forget()
 
     def stats(self, wanted: str) -> None:
         """Print the total cost of the answers, or say whether each shows its own."""
@@ -378,4 +391,17 @@ def messages_of(path: Path) -> list[dict[str, Any]]:
 
 def _is_message(found: object) -> bool:
     return (isinstance(found, dict) and found.get("role") in ("system", "user", "assistant", "tool")
-            and isinstance(found.get("content"), str))
+            and (isinstance(found.get("content"), str) or _are_parts(found.get("content"))))
+
+
+def _are_parts(found: object) -> bool:
+    """Whether a message's content is texts and pictures, as `/save` writes them."""
+    return isinstance(found, list) and bool(found) and all(map(_is_part, found))
+
+
+def _is_part(found: object) -> bool:
+    if not isinstance(found, dict) or found.get("type") not in ("text", "image_url"):
+        return False
+    shown = found.get("image_url")
+    text = found.get("text") if found["type"] == "text" else shown.get("url") if isinstance(shown, dict) else None
+    return isinstance(text, str)

@@ -129,12 +129,15 @@ def _unreported() -> Iterator[None]:
     """Say nothing of the decoder's tensors, which are left out on purpose."""
     from transformers.utils import logging
 
-    former = logging.get_verbosity()
+    former, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     try:
         yield
     finally:
         logging.set_verbosity(former)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def _without_layers(config: Any) -> Any:

@@ -1,11 +1,17 @@
-"""Files that a person names in a chat: text that goes with a message."""
+"""Files that a person names in a chat: texts and pictures that go with a message."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from shoal.errors import Unsupported
 from shoal.user_cache import expanded
+
+if TYPE_CHECKING:
+    from shoal.engine.engine import Engine
 
 MOST = 256
 """Most kB of a file that goes with a message, as on the server's page."""
@@ -28,21 +34,52 @@ def attached(path: Path) -> str:
     Raises:
         ValueError: it cannot be read, is larger than `MOST` kB, or is no text.
     """
-    try:
-        if path.is_dir():
-            raise ValueError(f"{path} is a folder; name one file")
-        with path.open("rb") as file:
-            found = file.read((MOST << 10) + 1)
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror or error}") from error
-    if len(found) > MOST << 10:
-        raise ValueError(f"{path} is larger than {MOST} kB, the most that goes with a message; cut what matters out of "
-                         "it")
+    found = _read(path, MOST, "cut what matters out of it")
     try:
         text = found.decode("utf-8-sig")
     except UnicodeDecodeError:
         text = "\0"
     if "\0" in text:
-        raise ValueError(f"{path} is no text in UTF-8; the models here read text only")
+        raise ValueError(f"{path} is no text in UTF-8; /image adds a picture, where the model sees")
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{path.name}:\n{fence}\n{text.removesuffix(chr(10))}\n{fence}"
+
+
+def picture(path: Path, engine: Engine) -> str:
+    """The data URL of a picture's file.
+
+    Raises:
+        ValueError: it cannot be read, is too large, or is no whole picture.
+        Unsupported: the model reads none.
+    """
+    from shoal.engine.picture_files import MOST_BYTES, decoded, url_of
+
+    if engine.vision is None:
+        raise Unsupported(f"a picture for {engine.model_name or 'this model'}", "Shoal reads text alone with it",
+                          "Use a model that sees, such as LLaVA; /file PATH adds a text file")
+    data = _read(path, MOST_BYTES >> 10, "make it smaller")
+    try:
+        decoded(data)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return url_of(data)
+
+
+def with_pictures(urls: Collection[str], text: str) -> str | list[dict[str, Any]]:
+    """A message's content: text, or parts where pictures come before it."""
+    shown = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return [*shown, {"type": "text", "text": text}] if shown else text
+
+
+def _read(path: Path, most: int, remedy: str) -> bytes:
+    """A file of at most `most` kB; ValueError for a larger one, and where there is none."""
+    try:
+        if path.is_dir():
+            raise ValueError(f"{path} is a folder; name one file")
+        with path.open("rb") as file:
+            found = file.read((most << 10) + 1)
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror or error}") from error
+    if len(found) > most << 10:
+        raise ValueError(f"{path} is larger than {most} kB, the most that goes with a message; {remedy}")
+    return found
