@@ -23,6 +23,7 @@ class LoadedModel(Protocol):
     model: Any
     model_name: str
     encoder: Encoder | None
+    family: str
 
     @property
     def fingerprint(self) -> str:
