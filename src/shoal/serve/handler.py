@@ -125,9 +125,9 @@ class RequestHandler:
 
     async def _prompt(self, body: ChatBody) -> tuple[list[int], Tools | None, list[str]]:
         """The token ids of a conversation, the tools that may be called, and the names of what has no effect in it."""
-        tools = body.tools_for(getattr(self._tokenizer, "chat_template", None))
+        tools, more = body.tools_for(getattr(self._tokenizer, "chat_template", None), self._settings.strict)
         told, ignored = conversation(body.messages, self._tokenizer, self._settings.strict)
-        return await apart(chat_ids, told, self._tokenizer, body.variables(tools, told)), tools, ignored
+        return await apart(chat_ids, told, self._tokenizer, body.variables(tools, told)), tools, [*ignored, *more]
 
     async def converse(
         self, request: Request, body: ChatBody, ignored: Sequence[str], wire: Callable[[Answer, Reading], Wire]

@@ -128,8 +128,9 @@ class TokenRoutes:
         chat = validated({**options, "model": self._settings.model_name}, ChatBody)
         chat.check()
         told, ignored = conversation(chat.messages, self._tokenizer, self._settings.strict)
-        options = chat.variables(chat.tools_for(self._tokenizer.chat_template), told)
-        return chat_ids(told, self._tokenizer, {**options, "add_special_tokens": bool(body.specials)}), ignored
+        tools, more = chat.tools_for(self._tokenizer.chat_template, self._settings.strict)
+        options = {**chat.variables(tools, told), "add_special_tokens": bool(body.specials)}
+        return chat_ids(told, self._tokenizer, options), [*ignored, *more]
 
     def _text(self, text: str, body: TokenizeBody) -> list[int]:
         if not text and not body.specials:
