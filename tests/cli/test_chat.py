@@ -73,8 +73,7 @@ def test_figures_stand_below_answers_where_they_are_asked_for(say: Any, capsys: 
     figures = f"[{LONGEST} tokens, "
     assert [line.startswith(figures) for line in say("one", "two", options=("--stats",))[1]] == [True, True]
     assert say("one", options=("--stats", "--quiet"))[1] == []
-    with pytest.raises(SystemExit):
-        main(["chat", "--help-all"])
+    assert main(["chat", "--help-all"]) == 0
     assert "--stats" in (told := capsys.readouterr().out) and "--quiet" not in told
     assert len(say("one", "/stats on", "one", "/stats off", "one")[1]) == 1
     assert say("/stats maybe")[1] == ["error: /stats takes on or off, not 'maybe'"]

@@ -77,7 +77,7 @@ def test_layers_that_are_dropped_are_not_measured_on_texts(
 
 def test_a_chat_says_what_the_model_is_for(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", "--model", model]) == 2
-    assert "it writes down speech. Use `shoal transcribe`" in capsys.readouterr().err
+    assert "it hears speech. Use `shoal transcribe`" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("words", "told"), [
