@@ -69,10 +69,12 @@ def test_turns_go_on_from_each_other(say: Any, answers: Any) -> None:
     assert out == "".join(f"{text}\n" for text in answers("one", "two", system="brief")) and err == []
 
 
-def test_figures_stand_below_answers_where_they_are_asked_for(say: Any) -> None:
+def test_figures_stand_below_answers_where_they_are_asked_for(say: Any, capsys: pytest.CaptureFixture[str]) -> None:
     figures = f"[{LONGEST} tokens, "
     assert [line.startswith(figures) for line in say("one", "two", options=("--stats",))[1]] == [True, True]
     assert say("one", options=("--stats", "--quiet"))[1] == []
+    assert main(["chat", "--help-all"]) == 0
+    assert "--stats" in (told := capsys.readouterr().out) and "--quiet" not in told
     assert len(say("one", "/stats on", "one", "/stats off", "one")[1]) == 1
     assert say("/stats maybe")[1] == ["error: /stats takes on or off, not 'maybe'"]
 

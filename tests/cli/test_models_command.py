@@ -79,6 +79,20 @@ def test_files_are_known_by_their_header(machine: Path, capsys: pytest.CaptureFi
     assert "broken cannot be loaded: " in capsys.readouterr().out
 
 
+def test_folders_of_safetensors_lie_beside_files(machine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("voice", "bare", "notes"):
+        (machine / "models" / name).mkdir()
+    (machine / "models" / "voice" / "config.json").write_text('{"model_type": "whisper", "dtype": "float32"}')
+    for name in ("voice", "bare"):
+        (machine / "models" / name / "model.safetensors").write_bytes(bytes(100))
+    (machine / "models" / "notes" / "read.me").write_text("no model")
+    bare, voice = listed(capsys)["models"]
+    assert (voice["name"], voice["architecture"], voice["form"], voice["nbytes"], voice["problem"]) == (
+        "voice", "whisper", "safetensors, float32", 100, "")
+    assert catalog.find("voice") == str(machine / "models" / "voice"), "--model takes its name"
+    assert (bare["name"], bare["problem"]) == ("bare", "it has no config.json")
+
+
 def test_the_hubs_cache(machine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = {"model_type": "llama", "num_hidden_layers": 3, "vocab_size": 11, "hidden_size": 8, "dtype": "bfloat16"}
     in_hub(machine, "org/whole", {"config.json": json.dumps(config).encode(), "model.safetensors": bytes(100)})

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import shoal
 from shoal.cli import main
 from whispers import tone, wav, whisper, write
 
@@ -60,6 +61,23 @@ def test_methods_run_the_decoder(model: str, sound: str, method: str, capsys: py
         assert main(["transcribe", "--json", "--model", model, "--method", name, "--no-card", sound]) == 0
         found.append(json.loads(capsys.readouterr().out)["files"][0]["text"])
     assert found[1] and (method == "d3" or found[0] == found[1])
+
+
+@pytest.mark.usefixtures("measures_layers")
+def test_layers_that_are_dropped_are_not_measured_on_texts(
+    model: str, sound: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert main(["transcribe", "--quiet", "--model", model, "--method", "d3", sound]) == 0
+    assert capsys.readouterr().err.splitlines() == [
+        "the layers of model are dropped by position, which may cost several times the quality of a measured order: "
+        "they are measured on texts, and it reads a source"]
+    shoal.load(model).recipe("d3", 8)
+    assert "by their position" in caplog.text and "quick_card" not in caplog.text
+
+
+def test_a_chat_says_what_the_model_is_for(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "--model", model]) == 2
+    assert "it hears speech. Use `shoal transcribe`" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("words", "told"), [

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 
+import pytest
+
 from serving import wait
 from shoal.engine.scheduling.turns import FairTurns
 
@@ -30,6 +32,21 @@ def test_turns_exclude_each_other_and_none_is_passed_over() -> None:
     assert len(order) == 60
     together = order[10:40]  # while all three ask, none has two turns while another waits
     assert all(len({*together[at : at + 3]}) == 3 for at in range(0, 30, 3))
+
+
+def test_a_wait_that_is_interrupted_leaves_nothing_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns, lock = FairTurns(), threading.Lock()
+
+    def interrupted(*_: object) -> bool:
+        raise KeyboardInterrupt
+
+    with turns.of(threading.RLock()):
+        monkeypatch.setattr(turns._changed, "wait_for", interrupted)
+        with pytest.raises(KeyboardInterrupt), turns.of(lock):
+            pytest.fail("two turns at once")
+        assert not lock.locked() and len(turns._asked) == 1
+    with turns.of(lock):
+        assert lock.locked()
 
 
 def test_a_turn_that_does_not_end_holds_up_no_other() -> None:

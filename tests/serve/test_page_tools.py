@@ -239,7 +239,7 @@ def texts(page: ChatPage, selector: str) -> Sequence[str]:
 @BROWSER
 def test_the_page_asks_and_the_answer_uses_the_result(driver: Any) -> None:
     two = f"Let me see.\n{written('clock', ROME)}{written('clock', OSLO)}"
-    with answering(two, "Noon.", written("clock", ROME), "Noon again.") as server:
+    with answering(two, "Noon.", written("clock", ROME), "Noon again.", written("fail")) as server:
         page = opened(driver, server)
         asked(page)
         assert [one["function"]["name"] for one in page.sent[0]["tools"]][:2] == ["clock", "hang"]
@@ -260,9 +260,12 @@ def test_the_page_asks_and_the_answer_uses_the_result(driver: Any) -> None:
         assert texts(page, ".call pre:not(.arguments)")[0] == "It is noon in Rome.\\u001b[2J"
         assert page.say("again?") == "Noon again.", "a tool that is always allowed was asked about"
         assert roles(page) == ["user", "assistant", "tool", "tool", "assistant", "user", "assistant", "tool"]
+        asked(page, "another?")  # what is allowed is that tool
+        page.keys(key("ESCAPE"))
+        page.done()
         page.open()
         page.all(".pick")[0].click()
-        assert len(page.all(".call")) == 3 and texts(page, ".call summary .note") == ["test · called"] * 3
+        assert texts(page, ".call summary .note") == [*["test · called"] * 3, "not called"]
 
 
 @BROWSER
@@ -331,6 +334,42 @@ def test_what_a_tool_returns_is_text(driver: Any) -> None:
         assert not page.all(".call img") and driver.title == "Shoal" and not driver.get_log("browser")
         (shown,) = texts(page, ".call pre:not(.arguments)")
         assert shown.startswith("It is noon in <img") and shown.endswith("\\u001b[2J")
+
+
+def switched(page: ChatPage, *keys: str) -> bool:
+    """Open the settings, press keys on the switch of the tools, close them; whether it is on then."""
+    page.click("#show-options")
+    page.by("use-tools").send_keys(*keys)
+    on = bool(page.by("use-tools").is_selected())
+    assert axe(page.driver) == []
+    page.keys(key("ESCAPE"))
+    return on
+
+
+@BROWSER
+def test_a_conversation_goes_without_tools(driver: Any) -> None:
+    """The switch is kept with its conversation, and leaves out calls that were not made yet."""
+    with answering("One.", written("clock", ROME), "Two.", "Three.", written("clock", ROME), "Four.") as server:
+        page = opened(driver, server)
+        assert switched(page) and not page.by("tools-off").is_displayed()
+        assert not switched(page, " ") and "switched off for this" in page.by("tools-off").text
+        assert page.say("without") == "One." and "tools" not in page.sent[-1]
+        page.click("#new")
+        assert not page.by("tools-off").is_displayed() and switched(page)
+        asked(page, "with")
+        assert page.sent[-1]["tools"]
+        page.keys(key("ESCAPE"))
+        page.done()
+        assert not switched(page, " ")
+        page.click(".assistant .go_on")
+        page.done()
+        assert not page.all(".asking") and "tools" not in page.sent[-1] and page.answer == "Two."
+        assert page.sent[-1]["messages"][-1]["content"] == "The user interrupted this call."
+        page.open()
+        page.all(".pick")[-1].click()
+        assert page.by("tools-off").is_displayed() and page.say("still") == "Three." and "tools" not in page.sent[-1]
+        assert switched(page, " ") and not page.by("tools-off").is_displayed()
+        asked(page)
 
 
 @BROWSER

@@ -71,7 +71,7 @@ def add_arguments(parser: Parser) -> None:
     parser.set_defaults(max_new_tokens=1024)
     common.add_adapter(common.add_model(parser))
     add_color(parser)
-    parser.add_argument("--quiet", action="store_true", help="no line of figures, whatever --stats says")
+    parser.add_argument("--quiet", action="store_true", help=argparse.SUPPRESS)  # as scripts may say
     tool_servers.add_arguments(parser)
     parser.show_usual("--model", "--system", "--method", "--max-new-tokens", "--temperature", "--seed", "--stats",
                       "--color", "--mcp", "--mcp-allow")

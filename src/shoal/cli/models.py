@@ -1,10 +1,10 @@
 """List the models on this machine: what to give as --model, their size, whether they fit, and their cards.
 
-It looks in the folder $SHOAL_MODELS (by default ~/.cache/shoal-models), in the package of the default model, in the
-Hub's cache, in LM Studio's folder and in Ollama's store, whose files run as they are. For known models that are absent
-it says how to get them, and it lists the short names that `shoal pull` takes, with their sizes by parameters and
-quantisation. With `--supported` it prints what runs the hundred model types that people run most, from a table made of
-the sweep over every type of transformers.
+It looks for files and folders in $SHOAL_MODELS (by default ~/.cache/shoal-models), in the package of the default
+model, in the Hub's cache, in LM Studio's folder and in Ollama's store. For known models that are absent it says how to
+get them, and it lists the short names that `shoal pull` takes, with their sizes by parameters and quantisation. With
+`--supported` it prints what runs the hundred model types that people run most, from a table made of the sweep over
+every type of transformers.
 """
 
 from __future__ import annotations
@@ -169,8 +169,10 @@ def held() -> list[HeldModel]:
     from shoal.model.gguf.splits import models_among
 
     others = [path for path in models_among(catalog.folder().glob("*.gguf")) if path.resolve() not in named.values()]
+    folders = {path.parent for ending in _WEIGHTS for path in catalog.folder().glob(f"*/*{ending}")}
     return [*(_file(name, path, catalog.KNOWN[name].title) for name, path in named.items()),
-            *(_file(path.stem, path, path.stem) for path in others), *_in_hub_cache(),
+            *(_file(path.stem, path, path.stem) for path in others),
+            *(model for path in sorted(folders) if (model := _folder(path.name, path)) is not None), *_in_hub_cache(),
             *(model for name, folder in in_lm_studio() for model in _in_repository(name, folder, "LM Studio")),
             *(_file(name, path, f"{name}, in Ollama's store") for name, path in in_ollama())]
 

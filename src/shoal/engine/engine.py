@@ -325,8 +325,9 @@ class Engine:
             self.misses_card = False
             log.warning(
                 "%s leaves layers out by their position, since nothing is known about the layers of %s: that may cost "
-                "several times the quality of a measured order. Measure them with shoal.quick_card(engine), a minute "
-                "once, or with `shoal calibrate`", chosen.name, self.model_name or "this model",
+                "several times the quality of a measured order.%s", chosen.name, self.model_name or "this model",
+                " Measure them with shoal.quick_card(engine), a minute once, or with `shoal calibrate`" if
+                self.encoder is None else "",
             )
         metered = recipe.scratch and not recipe.self_metered  # a warning is due where guessing loses time
         meter = self._meters.setdefault(chosen.name, Meter(chosen.name, self._say_once)) if metered else None

@@ -25,6 +25,7 @@ class LoadedModel(Protocol):
     model_name: str
     encoder: Encoder | None
     vision: Vision | None
+    family: str
 
     @property
     def fingerprint(self) -> str:

@@ -34,6 +34,9 @@ class Session:
     """
 
     def __init__(self, engine: LoadedModel, *, system: str | None = None, **options: Unpack[Options]) -> None:
+        if engine.family == "whisper":
+            raise Unsupported(f"a chat with {engine.model_name or 'this model'}", "it hears speech",
+                              "Use `shoal transcribe`, or shoal.speech.transcribe.Transcriber(engine)")
         if not getattr(engine.tokenizer, "chat_template", None):
             raise Unsupported(f"a chat with {engine.model_name or 'this model'}", "its tokenizer has no chat template",
                               "Use engine.generate with a prompt of your own, or set tokenizer.chat_template")

@@ -128,11 +128,11 @@ class RequestHandler:
         self, body: ChatBody, look: bool = True
     ) -> tuple[list[int], Pictures | None, Tools | None, list[str]]:
         """The token ids of a conversation, its pictures, tools that may be called, and names of what has no effect."""
-        tools = body.tools_for(getattr(self._tokenizer, "chat_template", None))
+        tools, more = body.tools_for(getattr(self._tokenizer, "chat_template", None), self._settings.strict)
         told, ignored = conversation(body.messages, self._tokenizer, self._settings.strict)
         engine = self._scheduler.engine
         ids, pictures = await apart(read_chat, engine, told, body.variables(tools, told), look)
-        return ids, pictures, tools, ignored
+        return ids, pictures, tools, [*ignored, *more]
 
     async def converse(
         self, request: Request, body: ChatBody, ignored: Sequence[str], wire: Callable[[Answer, Reading], Wire]

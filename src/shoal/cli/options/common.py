@@ -293,6 +293,10 @@ def _know_layers(engine: Engine, args: argparse.Namespace) -> None:
         return
     engine.misses_card = False  # the message here names the command-line option
     name = shown_name(engine.model_name) or "this model"
+    if engine.encoder is not None:
+        print(f"the layers of {name} are dropped by position, which may cost several times the quality of a measured "
+              "order: they are measured on texts, and it reads a source", file=sys.stderr)
+        return
     if args.no_card:
         print(f"nothing is known about the layers of {name}: they are dropped by position, which may cost several "
               "times the quality of a measured order (without --no-card it is measured once)", file=sys.stderr)

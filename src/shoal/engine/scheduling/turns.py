@@ -58,7 +58,11 @@ class _OwnTurn(AbstractContextManager[bool]):
         self._own.__enter__()
         self._depth += 1
         if self._depth == 1:
-            self._turns.begin(self._ticket)
+            try:
+                self._turns.begin(self._ticket)
+            except BaseException:  # Ctrl-C while it waited
+                self.__exit__()
+                raise
         return True
 
     def __exit__(self, *_: object) -> None:

@@ -33,6 +33,7 @@ export class Chat {
     at("as-markdown").addEventListener("click", () => this.export("md", "text/markdown", asMarkdown(this.on, { user: t("you"), assistant: t("answer"), system: t("system") })));
     at("as-json").addEventListener("click", () => this.export("json", "application/json", JSON.stringify(this.on.held, null, 2)));
     at("system").addEventListener("change", () => { this.on.system = at("system").value; if (this.on.messages.length) this.keep(); });
+    at("use-tools").addEventListener("change", () => { this.on.tools = at("use-tools").checked; this.listTools(); if (this.on.messages.length) this.keep(); });
     at("attach").addEventListener("click", () => at("file").click());
     at("file").addEventListener("change", async () => { await this.attached.add([...at("file").files]); at("file").value = ""; at("ask").focus(); });
     at("thread").addEventListener("click", (event) => { const { copies } = event.target; if (copies !== undefined) this.copy(copies, event.target); });
@@ -66,16 +67,21 @@ export class Chat {
     this.model = model;
     at("no-template").hidden = model.chat;
     at("no-tools").hidden = model.tools !== false;
-    this.tools.look(model).then(() => this.tools.list(at("tool-list")), (error) => this.complain(error.message));
+    this.tools.look(model).then(() => this.listTools(), (error) => this.complain(error.message));
   }
 
   open(conversation) {
     this.on = conversation;
     at("system").value = conversation.system;
+    this.listTools();
     this.calm();
     this.draw();
     this.list();
     at("thread").scrollTop = at("thread").scrollHeight;
+  }
+
+  listTools() {
+    this.tools.list(this.on.tools);
   }
 
   anew() {
@@ -207,6 +213,7 @@ export class Chat {
     for (let left = MOST_ROUNDS; ; left -= 1) {
       await this.tools.look(model, signal);
       for (const call of message.rounds?.at(-1).calls.filter((one) => one.result === undefined) ?? []) {
+        if (!this.on.tools) break;
         await this.tools.make(call, view.calls.get(call), model, signal);
         view.calls.get(call).draw();
         this.keep();
@@ -258,7 +265,7 @@ export class Chat {
   request(message, model) {
     const body = { ...chosen(), model: model.model, stream: true, stream_options: { include_usage: true }, metrics: true };
     const messages = this.on.said(message);
-    if (model.chat) return { path: "v1/chat/completions", body: { ...body, messages, ...this.tools.part } };
+    if (model.chat) return { path: "v1/chat/completions", body: { ...body, messages, ...(this.on.tools ? this.tools.part : {}) } };
     const prompt = messages.map((one) => one.content).join("\n");
     return { path: "v1/completions", body: { max_tokens: 256, ...body, prompt } };
   }

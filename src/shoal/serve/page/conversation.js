@@ -12,6 +12,7 @@ export class Conversation {
     this.id = held.id ?? crypto.randomUUID?.() ?? `${Date.now()}-${Math.random()}`;
     this.title = held.title ?? "";
     this.system = held.system ?? "";
+    this.tools = held.tools ?? true;
     this.when = held.when ?? Date.now();
     this.messages = held.messages ?? [];
     this.leaf = held.leaf ?? null;
@@ -59,8 +60,8 @@ export class Conversation {
   }
 
   get held() {
-    const { id, title, system, when, messages, leaf } = this;
-    return { id, title, system, when, messages, leaf };
+    const { id, title, system, tools, when, messages, leaf } = this;
+    return { id, title, system, tools, when, messages, leaf };
   }
 }
 
@@ -68,7 +69,7 @@ export class Conversation {
 function good(held) {
   const text = (value) => typeof value === "string";
   const parent = (one, place) => one.parent === null || (Number.isInteger(one.parent) && one.parent >= 0 && one.parent < place);
-  return held !== null && typeof held === "object" && text(held.id) && text(held.title) && text(held.system) && Array.isArray(held.messages)
+  return held !== null && typeof held === "object" && text(held.id) && text(held.title) && text(held.system) && [undefined, true, false].includes(held.tools) && Array.isArray(held.messages)
     && held.messages.every((one, place) => one?.id === place && text(one.content) && ["user", "assistant"].includes(one.role) && parent(one, place)
       && (one.rounds === undefined || goodRounds(one.rounds)))
     && (held.leaf === null || held.messages[held.leaf] !== undefined);

@@ -104,7 +104,7 @@ for (const [name, tab] of Object.entries(TABS)) {
 window.addEventListener("hashchange", look);
 window.addEventListener("popstate", look);
 at("key-form").addEventListener("submit", (event) => { event.preventDefault(); useKey(at("key").value); load(); });
-at("show-options").addEventListener("click", () => { chat.tools.list(at("tool-list")); at("options").showModal(); });
+at("show-options").addEventListener("click", () => { chat.listTools(); at("options").showModal(); });
 at("options").addEventListener("close", () => { keep(); fill(); change(); at("ask").focus(); });
 at("page-language").replaceChildren(...Object.entries(STRINGS).map(([name, own]) => make("option", { value: name, lang: name }, own.language)));
 at("page-language").value = language();

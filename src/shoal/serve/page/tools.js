@@ -9,6 +9,8 @@ const ENDS = ["called", "denied", "failed"];
 const DENIED = "The user did not allow this call.";
 const INTERRUPTED = "The user interrupted this call.";
 
+const at = (id) => document.getElementById(id);
+
 /* Answers of one turn that called tools, each with its results, as the model is sent them. */
 export function messagesOf(rounds, textOf) {
   return rounds.flatMap((round) => [
@@ -40,10 +42,12 @@ export class Tools {
     return this.offered.length ? { tools: this.offered.map((one) => one.function) } : {};
   }
 
-  /* Shows which there are, and which are called without asking. */
-  list(element) {
-    element.parentElement.hidden = !this.offered.length;
-    element.replaceChildren(...this.offered.map((one) => make("li", {}, make("code", {}, one.name),
+  /* Shows which there are, which are called without asking, and whether this conversation uses them. */
+  list(on) {
+    at("tools").hidden = !this.offered.length;
+    at("use-tools").checked = on;
+    at("tools-off").hidden = on || !this.offered.length;
+    at("tool-list").replaceChildren(...this.offered.map((one) => make("li", {}, make("code", {}, one.name),
       ` ${visible(one.server)} · ${t(this.allows(one) ? "tool_allowed" : "tool_asks")}`)));
   }
 

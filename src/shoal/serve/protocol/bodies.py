@@ -197,11 +197,16 @@ class ChatBody(Body):
     reasoning: dict[str, Any] | None = None
     enable_thinking: bool | None = None
 
-    def tools_for(self, template: Any) -> Tools | None:
-        """The tools that a model with that chat template may call; ApiError 400 if the request for them is wrong."""
+    def tools_for(self, template: Any, strict: bool) -> tuple[Tools | None, list[str]]:
+        """The tools that a model with that chat template may call, and the names of what has no effect with it.
+
+        Raises:
+            ApiError: 400 if the request for them is wrong, or cannot be met.
+        """
         asked = constraint_of(dict(self)) if self.tools else None
         final = asked if isinstance(asked, Constraint) else None
-        return tools_of(self.tools, self.tool_choice, self.parallel_tool_calls, template, final, self.messages)
+        tools = tools_of(self.tools, self.tool_choice, self.parallel_tool_calls, template, final, self.messages, strict)
+        return tools, ["tools"] if self.tools and tools is None and self.tool_choice != "none" else []
 
     def variables(self, tools: Tools | None, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Variables of the chat template, in addition to the messages, and where the answer to these begins."""

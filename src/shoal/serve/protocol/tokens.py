@@ -130,9 +130,9 @@ class TokenRoutes:
         chat = validated({**options, "model": self._settings.model_name}, ChatBody)
         chat.check()
         told, ignored = conversation(chat.messages, self._tokenizer, self._settings.strict)
-        options = chat.variables(chat.tools_for(self._tokenizer.chat_template), told)
-        options["add_special_tokens"] = bool(body.specials)
-        return read_chat(self._engine, told, options, look=False)[0], ignored
+        tools, more = chat.tools_for(self._tokenizer.chat_template, self._settings.strict)
+        options = {**chat.variables(tools, told), "add_special_tokens": bool(body.specials)}
+        return read_chat(self._engine, told, options, look=False)[0], [*ignored, *more]
 
     def _text(self, text: str, body: TokenizeBody) -> list[int]:
         if not text and not body.specials:

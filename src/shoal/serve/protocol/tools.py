@@ -121,12 +121,15 @@ def _arguments(function: Mapping[str, Any]) -> JsonSchema:
 
 def tools_of(
     tools: Sequence[Mapping[str, Any]], choice: str | Mapping[str, Any] | None, several: bool | None, template: Any,
-    final: Constraint | None = None, messages: Sequence[Mapping[str, Any]] = (),
+    final: Constraint | None = None, messages: Sequence[Mapping[str, Any]] = (), strict: bool = True,
 ) -> Tools | None:
     """The tools of a request, None where none may be called; `final` is the constraint on an answer without a call.
 
+    Some clients send their own tools with every conversation, whatever the model: one whose template has no place for
+    them answers without, unless a call must be made or the server is strict.
+
     Raises:
-        ApiError: 400 for a wrong tool or choice, and for a model whose template has no place for tools.
+        ApiError: 400 for a wrong tool or choice, and for a template without a place for tools that may not be left out.
     """
     for place, tool in enumerate(tools):
         if not _is_function(tool):
@@ -143,7 +146,9 @@ def tools_of(
     if not tools or choice == "none":
         return None
     if "tools" not in str(template):
-        raise refused("tools", "this model's chat template has no place for tools")
+        if strict or choice not in (None, "auto"):
+            raise refused("tools", "this model's chat template has no place for tools")
+        return None
     bound = [tool for tool in tools if choice == "required" or tool["function"]["name"] == named]
     return Tools(tuple(tools), tuple(bound), several is not False and named is None, _OPEN in str(template),
                  named is not None, None if bound else final,
