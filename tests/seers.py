@@ -6,6 +6,7 @@ import base64
 import io
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ import torch
 import transformers as hf
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
 
 SPECIAL = ("<pad>", "<s>", "</s>", "<image>", "<start_of_image>", "<end_of_image>", "<row>", "[IMG]", "[IMG_BREAK]",
            "[IMG_END]", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", "<IMG_CONTEXT>", "<img>",
-           "</img>", *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)))
+           "</img>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>",
+           *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)))
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}[{{ message['role'] }}]{% if message['content'] is string %}"
     "{{ message['content'] }}{% else %}{% for part in message['content'] %}{% if part['type'] == 'image' %}PICTURE"
@@ -28,13 +31,13 @@ _SIGHT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "n
           "image_size": 32, "patch_size": 8}
 
 
-def tokenizer(picture: str) -> Any:
-    """Bytes and special tokens, with a chat template in which `picture` stands for a picture."""
+def tokenizer(picture: str, token: str = "<image>") -> Any:
+    """Bytes and special tokens, with a chat template in which `picture` stands for a picture, which holds `token`."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
     core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     core.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in SPECIAL])
-    named = {"image_token": "<image>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>",
+    named = {"image_token": token, "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>",
              "start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>"}
     return hf.PreTrainedTokenizerFast(
         tokenizer_object=core, pad_token="<pad>", bos_token="<s>", eos_token="</s>", clean_up_tokenization_spaces=False,
@@ -75,8 +78,50 @@ def _smolvlm(ids: Mapping[str, int], text: dict[str, Any]) -> tuple[Any, Any]:
     return config, hf.Idefics3Processor(pictures, tokenizer("<image>"), image_seq_len=4)
 
 
+def _qwen(ids: Mapping[str, int], text: dict[str, Any], kind: str) -> tuple[Any, Any]:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [3, 3, 2]}
+    patches = {"depth": 3, "num_heads": 4, "patch_size": 8, "spatial_merge_size": 2}
+    own = {"image_token_id": ids["<|image_pad|>"], "video_token_id": ids["<|video_pad|>"],
+           "vision_start_token_id": ids["<|vision_start|>"], "vision_end_token_id": ids["<|vision_end|>"]}
+    if kind == "qwen2_vl":
+        config = hf.Qwen2VLConfig(text_config={**text, "rope_parameters": rope}, **own, vision_config={
+            **patches, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2})
+    elif kind == "qwen2_5_vl":
+        config = hf.Qwen2_5_VLConfig(text_config={**text, "rope_parameters": rope}, **own, vision_config={
+            **patches, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64, "window_size": 32,
+            "fullatt_block_indexes": [1]})
+    else:
+        rope["mrope_interleaved"] = True
+        config = hf.Qwen3VLConfig(text_config={**text, "head_dim": 16, "rope_parameters": rope}, **own, vision_config={
+            **patches, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64, "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [0, 1]})
+    size = {"shortest_edge": 256, "longest_edge": 4096}
+    pictures = hf.Qwen2VLImageProcessorPil(patch_size=8, merge_size=2, size=size)
+    return config, Patched(pictures, tokenizer("<|vision_start|><|image_pad|><|vision_end|>", "<|image_pad|>"))
+
+
+class Patched:
+    """Does what Qwen's processor does for pictures, which itself needs torchvision."""
+
+    def __init__(self, pictures: Any, tokens: Any) -> None:
+        self.pictures, self.tokenizer = pictures, tokens
+
+    def save_pretrained(self, folder: Path) -> None:
+        self.pictures.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+
+    def __call__(self, text: list[str], images: list[list[Any]], **how: Any) -> Any:
+        seen, (told,), pad = self.pictures(images=images[0], return_tensors="pt"), text, "<|image_pad|>"
+        for time, rows, columns in seen["image_grid_thw"].tolist():
+            told = told.replace(pad, "<pad>" * (time * rows * columns // 4), 1)
+        found = self.tokenizer([told.replace("<pad>", pad)], **how)
+        types = (found["input_ids"] == self.tokenizer.convert_tokens_to_ids(pad)).int()
+        return hf.BatchFeature({**found, **seen, "mm_token_type_ids": types})
+
+
 MAKERS: Mapping[str, Callable[[Mapping[str, int], dict[str, Any]], tuple[Any, Any]]] = {
     "llava": _llava, "gemma3": _gemma3, "idefics3": _idefics3, "smolvlm": _smolvlm,
+    **{kind: partial(_qwen, kind=kind) for kind in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")},
 }
 
 
@@ -90,6 +135,44 @@ def seer(kind: str) -> tuple[Any, Any]:
     for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     return model, processor
+
+
+def _bare(kind: str) -> tuple[Any, dict[str, Tensor]]:
+    """A config whose picture's token is 99, and what its encoder reads of a picture."""
+    text = {**_TEXT, "vocab_size": 100, "pad_token_id": 0}
+    pixels = torch.randn(1, 3, 32, 32)
+    if kind == "internvl":
+        sight = hf.InternVLVisionConfig(**{**_SIGHT, "image_size": (32, 32), "patch_size": (8, 8)})
+        return hf.InternVLConfig(text_config=hf.Qwen2Config(**text), vision_config=sight, image_token_id=99), {"pixel_values": pixels}
+    if kind == "mistral3":
+        config = hf.Mistral3Config(
+            text_config=hf.MistralConfig(**text, head_dim=16), image_token_index=99,
+            vision_config=hf.PixtralVisionConfig(**_SIGHT, head_dim=8), spatial_merge_size=2, vision_feature_layer=-1)
+        return config, {"pixel_values": pixels, "image_sizes": torch.tensor([[32, 16]])}
+    if kind == "llava_next":
+        config = hf.LlavaNextConfig(
+            text_config=hf.LlamaConfig(**text), vision_config=hf.CLIPVisionConfig(**_SIGHT, projection_dim=32),
+            image_token_index=99, vision_feature_layer=-2, image_grid_pinpoints=[[32, 64], [64, 32]])
+        return config, {"pixel_values": torch.randn(1, 3, 3, 32, 32), "image_sizes": torch.tensor([[30, 60]])}
+    sight = {**{name: size for name, size in _SIGHT.items() if name != "image_size"}, "num_patches": 16}
+    config = hf.Lfm2VlConfig(
+        text_config=hf.Lfm2Config(**text, layer_types=["conv", "full_attention", "conv"]), image_token_id=99,
+        vision_config=hf.Siglip2VisionConfig(**sight), downsample_factor=2, projector_hidden_size=48)
+    return config, {"pixel_values": torch.randn(1, 16, 192), "spatial_shapes": torch.tensor([[4, 4]]),
+                    "pixel_attention_mask": torch.ones(1, 16, dtype=torch.int64)}
+
+
+BARE = ("internvl", "lfm2_vl", "llava_next", "mistral3")
+
+
+def bare_seer(kind: str) -> tuple[Any, dict[str, Tensor], int]:
+    """A model in float32, what its encoder reads of a picture, and the token that stands for one."""
+    torch.manual_seed(0)
+    config, inputs = _bare(kind)
+    model = hf.AutoModelForImageTextToText.from_config(config).eval()
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return model, inputs, 99
 
 
 def write(folder: Path, kind: str) -> tuple[Any, Any]:

@@ -86,6 +86,21 @@ def test_answers_are_those_of_transformers(kind: str, method: str) -> None:
     assert found == wanted[: len(found)] and (len(found) == 24 or wanted[len(found)] == engine.tokenizer.eos_token_id)
 
 
+@pytest.mark.parametrize("kind", [*seers.BARE])
+def test_logits_are_those_of_transformers_without_a_processor(kind: str, tmp_path: Path) -> None:
+    """Of types whose processors need torchvision: their encoders' inputs are made by hand."""
+    model, inputs, token = seers.bare_seer(kind)
+    model.save_pretrained(tmp_path)
+    engine = shoal.load(str(tmp_path), dtype="float32")
+    assert engine.vision is not None and engine.vision.token == token
+    picture = engine.vision(inputs)
+    ids = [5, 6, *[token] * len(picture.states), 7, 8, 9]
+    with torch.no_grad():
+        wanted = model(input_ids=torch.tensor([ids]), **inputs).logits[0]
+    found = logits_of(engine, ids, Pictures((picture,), token), 1000)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+
+
 def test_modules_see_too() -> None:
     messages = asked("Look: ", seers.picture(4))
     packed, modules = (made("gemma3", backend)[0].generate(messages, max_new_tokens=16, temperature=0.0)

@@ -17,6 +17,7 @@ from shoal.sandbox.template import rendered
 
 MOST = 64
 """Pictures of a conversation."""
+_REPEATS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 _IDS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 
 
@@ -59,12 +60,36 @@ def _see(engine: LoadedModel, vision: Vision, inputs: Mapping[str, Any]) -> Pict
         return vision(given)
 
 
+class _Repeating:
+    """Prepares pictures whose tokens follow each other, as many as the squares of patches that make one.
+
+    Transformers' own processor of such models needs torchvision, for films.
+    """
+
+    def __init__(self, image_processor: Any, tokenizer: Any) -> None:
+        self.image_processor, self._tokenizer = image_processor, tokenizer
+        self.image_token = getattr(tokenizer, "image_token", None) or "<|image_pad|>"
+
+    def __call__(self, text: Sequence[str], images: Sequence[Sequence[Any]], **how: Any) -> Mapping[str, Any]:
+        """As transformers' processors are called with one text and its pictures."""
+        grids = self.image_processor(images=images[0], return_tensors="pt")["image_grid_thw"]
+        counts = (grids.prod(1) // self.image_processor.merge_size**2).tolist()
+        first, *pieces = text[0].split(self.image_token)
+        if len(pieces) != len(counts):
+            raise ValueError(f"the text has {len(pieces)} tokens {self.image_token} for {len(counts)} pictures")
+        told = first + "".join(self.image_token * count + piece for count, piece in zip(counts, pieces, strict=True))
+        found: Mapping[str, Any] = self._tokenizer([told], **how)
+        return found
+
+
 @cache
 def _processor(place: str) -> Any:
     """What prepares pictures and writes their tokens; Unsupported where that needs more than is installed."""
-    from transformers import AutoProcessor
+    from transformers import AutoConfig, AutoImageProcessor, AutoProcessor, AutoTokenizer
 
     try:
+        if AutoConfig.from_pretrained(place).model_type in _REPEATS:
+            return _Repeating(AutoImageProcessor.from_pretrained(place), AutoTokenizer.from_pretrained(place))
         return AutoProcessor.from_pretrained(place)
     except (ImportError, OSError, ValueError) as error:
         why = " ".join(str(error).split())[:300]

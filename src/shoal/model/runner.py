@@ -480,8 +480,7 @@ def lay_vectors(x: Tensor, chunks: Sequence[SequenceChunk], cache: KVCache) -> N
         if chunk.vectors is not None:
             x[first + chunk.with_ids : last] = chunk.vectors.to(x)
         if (seen := pictures_in(chunk, cache)) is not None:
-            places, states = seen
-            x[[first + place for place in places]] = states.to(x)
+            x[[first + place for place in seen.places]] = seen.states.to(x)
         first = last
 
 
@@ -490,13 +489,41 @@ def pictured(chunks: Sequence[SequenceChunk], cache: KVCache) -> bool:
     return any(cache.encoded) and any(pictures_in(chunk, cache) is not None for chunk in chunks)
 
 
-def pictures_in(chunk: SequenceChunk, cache: KVCache) -> tuple[list[int], Tensor] | None:
-    """Which tokens of a chunk stand for pictures, and their states; None for no token."""
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Tokens of a chunk that stand for pictures: which, the pictures, and which of all of these tokens they are."""
+
+    places: Sequence[int]
+    pictures: Pictures
+    rows: range
+
+    @property
+    def states(self) -> Tensor:
+        """Their inputs of the first layer [tokens, D]."""
+        return self.pictures.states[self.rows.start : self.rows.stop]
+
+
+def pictures_in(chunk: SequenceChunk, cache: KVCache) -> Seen | None:
+    """The tokens of a chunk that stand for pictures; None for no token."""
     source, begin = cache.encoded[chunk.seq], cache.positions[chunk.seq] + chunk.fed
     if not isinstance(source, Pictures) or source.places[-1] < begin:
         return None
-    places, states = source.within(begin, begin + len(chunk.tokens))
-    return (places, states) if places else None
+    places, rows = source.within(begin, begin + len(chunk.tokens))
+    return Seen(places, source, rows) if places else None
+
+
+def turns_of(chunk: SequenceChunk, cache: KVCache) -> list[int]:
+    """By which place each token of a chunk of text is turned: its position, but for what pictures before it take up."""
+    places, source = chunk.positions(cache.positions[chunk.seq]), cache.encoded[chunk.seq]
+    return [*map(source.turned, places)] if isinstance(source, Pictures) else places
+
+
+def axes_of(chunk: SequenceChunk, cache: KVCache) -> Tensor:
+    """By which three places each token of a chunk is turned, int64 [3, tokens]; see `Pictures.turns`."""
+    begin, source = cache.positions[chunk.seq] + chunk.fed, cache.encoded[chunk.seq]
+    if pictures_in(chunk, cache) is None or not isinstance(source, Pictures) or source.turns is None:
+        return torch.tensor(turns_of(chunk, cache)).expand(3, -1)
+    return source.turns[:, begin : begin + len(chunk.tokens)]
 
 
 def check_readers(chunks: Sequence[SequenceChunk], sources: Sequence[int | None], start: Start | None) -> None:

@@ -12,7 +12,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,12 +22,12 @@ from shoal.model.layers.pictures import Picture
 from shoal.model.packed.source import Source
 from shoal.model.runner import ModelRunner
 
-VISION: Mapping[str, bool] = MappingProxyType({
-    "llava": False, "llava_next": False, "idefics3": False, "smolvlm": False, "internvl": False, "mistral3": False,
-    "lfm2_vl": False, "gemma3": True,
-})
-"""Model types whose pictures Shoal reads, and whether tokens of a picture see one another."""
-_PARTS = re.compile(r"(?:^|\.)(?:vision_tower|vision_model|multi_modal_projector|connector|image_newline)\b")
+VISION = ("gemma3", "idefics3", "internvl", "lfm2_vl", "llava", "llava_next", "mistral3", "qwen2_5_vl", "qwen2_vl",
+          "qwen3_vl", "smolvlm")
+"""Model types whose pictures Shoal reads."""
+_MUTUAL = ("gemma3",)
+"""Those in which tokens of a picture see one another."""
+_PARTS = re.compile(r"(?:^|\.)(?:vision_tower|vision_model|visual|multi_modal_projector|connector|image_newline)\b")
 """What names of an encoder's tensors, and of those that project its states, have and no others."""
 _KEPT = 8
 """Pictures that were read last, which are not read again."""
@@ -42,13 +41,15 @@ class Vision:
         runner: of the decoder.
         place: folder or Hub id of the files, which say how pictures are prepared.
         token: the id that stands for each state of a picture.
+        merge: how many rows, and columns, of patches a row of tokens is made of.
         mutual: whether tokens of a picture see one another.
     """
 
     def __init__(
-        self, load: Callable[[], Any], runner: ModelRunner, place: str, token: int, mutual: bool
+        self, load: Callable[[], Any], runner: ModelRunner, place: str, token: int, mutual: bool, merge: int
     ) -> None:
-        self._load, self._runner, self.place, self.token, self.mutual = load, runner, place, token, mutual
+        self._load, self._runner, self.place = load, runner, place
+        self.token, self.mutual, self.merge = token, mutual, merge
         self._known: OrderedDict[str, Picture] = OrderedDict()
 
     @cached_property
@@ -75,14 +76,28 @@ class Vision:
         if name not in self._known:
             dtype, device = self._runner.dtype, self._runner.device
             given = {key: one.to(device, dtype if one.is_floating_point() else None) for key, one in inputs.items()}
-            found = self.module.get_image_features(**given).pooler_output
-            each = [found] if isinstance(found, Tensor) else found
-            self._known[name] = Picture(torch.cat([one.flatten(0, -2) for one in each]), name)
+            found = self.module.get_image_features(**given)
+            deeper = tuple(map(_joined, getattr(found, "deepstack_features", None) or ()))
+            self._known[name] = Picture(_joined(found.pooler_output), name, self.grid(inputs), deeper)
         self._known.move_to_end(name)
         picture = self._known[name]
         while len(self._known) > _KEPT:
             self._known.popitem(last=False)
         return picture
+
+
+    def grid(self, inputs: Mapping[str, Tensor]) -> tuple[int, int] | None:
+        """Rows and columns of a picture's tokens, where these are turned by them."""
+        if "image_grid_thw" not in inputs:
+            return None
+        _, rows, columns = inputs["image_grid_thw"][0].tolist()
+        return rows // self.merge, columns // self.merge
+
+
+def _joined(found: Tensor | Sequence[Tensor]) -> Tensor:
+    """States [tokens, hidden] of one tensor, or of several."""
+    each = [found] if isinstance(found, Tensor) else found
+    return torch.cat([one.flatten(0, -2) for one in each])
 
 
 def vision_of(
@@ -94,14 +109,16 @@ def vision_of(
         check: called with the bytes of its weights before they are read; what it raises is raised.
     """
     names = [name for name in source.names() if _PARTS.search(name)] if config.model_type in VISION else []
-    if not names or getattr(config.get_text_config(), "embedding_multiplier", 1.0) != 1.0:
+    text = config.get_text_config()
+    if not names or getattr(text, "embedding_multiplier", 1.0) != 1.0 or getattr(text, "use_sliding_window", False):
         return None
     token = config.image_token_id if hasattr(config, "image_token_id") else config.image_token_index
 
     def load() -> Any:
         return _module(config, source, names, runner, check)
 
-    return Vision(load, runner, place, int(token), VISION[config.model_type])
+    merge = getattr(config.vision_config, "spatial_merge_size", 1)
+    return Vision(load, runner, place, int(token), config.model_type in _MUTUAL, merge)
 
 
 def _module(

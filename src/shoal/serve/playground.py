@@ -63,7 +63,8 @@ class Playground:
         """The model, and the methods that a request may name."""
         runner, settings = self._engine.runner, self._settings
         return {"model": settings.model_name, "num_layers": runner.num_layers,
-                "chat": bool(self._template), "tools": None if settings.tools is None else "tools" in self._template,
+                "chat": bool(self._template), "sees": self._engine.vision is not None,
+                "tools": None if settings.tools is None else "tools" in self._template,
                 "max_tokens": min(settings.max_tokens, runner.max_positions or settings.max_tokens),
                 "default_method": methods.make(settings.method).name, "masked": self._engine.masked is not None,
                 "methods": [self._method(methods.get(name)) for name in policy.allowed(settings)]}

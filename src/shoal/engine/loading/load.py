@@ -25,6 +25,7 @@ from shoal.model.config import layers_of, masked_of, parallel_token
 from shoal.model.encoder import ENCODERS, encoder_of
 from shoal.model.hf import HFRunner
 from shoal.model.packed import build as packed
+from shoal.model.packed.kinds import PLACED
 from shoal.model.packed.linear import Quant
 from shoal.model.packed.native_runner import NativeRunner
 from shoal.model.packed.source import ModelSource, Source
@@ -301,7 +302,7 @@ def _check_decoder(config: Any) -> None:
         raise Unsupported(f"model type {config.model_type!r}", "it has an encoder", _DECODER_REMEDY)
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
-    known = {config.model_type, config.get_text_config().model_type} & {*CAUSAL, *OWN_CONFIGS}
+    known = {config.model_type, config.get_text_config().model_type} & {*CAUSAL, *OWN_CONFIGS, *PLACED}
     if not known and not getattr(config, "auto_map", None):
         raise Unsupported(f"model type {config.model_type!r}", "transformers has no causal language model of it",
                           _DECODER_REMEDY)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -24,10 +25,14 @@ class Picture:
     Attributes:
         states: [tokens, hidden], inputs of the first layer.
         name: tells this picture from others; equal pictures have equal names.
+        grid: its rows and columns of tokens, by which these are turned; None where they are turned as text is.
+        deeper: states [tokens, hidden] that are added to its tokens after each of the first layers.
     """
 
     states: Tensor
     name: str
+    grid: tuple[int, int] | None = None
+    deeper: tuple[Tensor, ...] = ()
 
     @cached_property
     def keys(self) -> list[int]:
@@ -45,12 +50,48 @@ class Pictures:
         token: the id that stands for each of their states.
         mutual: whether tokens that stand side by side also see those after them.
         places: positions of all their tokens, ascending; empty until `laid`.
+        length: tokens of the prompt; 0 until then.
     """
 
     pictures: tuple[Picture, ...]
     token: int
     mutual: bool = False
     places: tuple[int, ...] = ()
+    length: int = 0
+
+    @cached_property
+    def deeper(self) -> list[Tensor]:
+        """What is added after each of the first layers to the tokens of all pictures, [tokens, hidden]."""
+        return [torch.cat(parts) for parts in zip(*[one.deeper for one in self.pictures], strict=True)]
+
+    @cached_property
+    def turns(self) -> Tensor | None:
+        """By which places the prompt's tokens are turned, int64 [3, tokens]: in the text, the row, the column.
+
+        A picture takes as many places in the text as its longer side has tokens, and text behind it goes on from there
+        (Wang et al., 2024, arXiv 2409.12191, section 2.1). None where all are turned by their positions.
+        """
+        if any(one.grid is None for one in self.pictures):
+            return None
+        parts, at, begin = list[Tensor](), 0, 0
+        starts = [0, *accumulate(len(one.states) for one in self.pictures)]
+        for start, one in zip(starts, self.pictures, strict=False):
+            rows, columns = one.grid or (0, 0)
+            text = torch.arange(begin, begin + self.places[start] - at)
+            begin += len(text)
+            places = torch.arange(rows * columns)
+            parts += [text.expand(3, -1), begin + torch.stack([0 * places, places // columns, places % columns])]
+            at, begin = self.places[start] + len(places), begin + max(rows, columns)
+        return torch.cat([*parts, torch.arange(begin, begin + self.length - at).expand(3, -1)], 1)
+
+    @cached_property
+    def drift(self) -> int:
+        """By how much the places that turn the answer's tokens differ from their positions."""
+        return 0 if self.turns is None else int(self.turns[:, -1].max()) + 1 - self.length
+
+    def turned(self, place: int) -> int:
+        """By which place a token of text at a position is turned."""
+        return place + self.drift if self.turns is None or place >= self.length else int(self.turns[0, place])
 
     @cached_property
     def states(self) -> Tensor:
@@ -71,7 +112,7 @@ class Pictures:
         if len(places) != len(self.states):
             raise ValueError(f"the prompt holds token {self.token} {len(places)} times for {len(self.pictures)} "
                              f"pictures of {len(self.states)} tokens; it must hold one for each")
-        return replace(self, places=places)
+        return replace(self, places=places, length=len(tokens))
 
     def keyed(self, tokens: Sequence[int]) -> list[int]:
         """The tokens, with numbers of the pictures' own where they stand: equal only for equal pictures."""
@@ -81,17 +122,17 @@ class Pictures:
                 made[place] = key
         return made
 
-    def within(self, first: int, last: int) -> tuple[list[int], Tensor]:
-        """Which of positions first..last-1 are theirs, counted from `first`, and their states [that many, hidden]."""
-        low, high = bisect_left(self.places, first), bisect_left(self.places, last)
-        return [place - first for place in self.places[low:high]], self.states[low:high]
+    def within(self, first: int, last: int) -> tuple[list[int], range]:
+        """Which of positions first..last-1 are theirs, counted from `first`, and which rows of `states` these are."""
+        rows = range(bisect_left(self.places, first), bisect_left(self.places, last))
+        return [self.places[row] - first for row in rows], rows
 
     def piece(self, first: int, size: int) -> tuple[int, bool]:
         """How many of `size` tokens from position `first` on a forward reads, and whether they see one another.
 
         Tokens of a picture that see one another share a forward, however many they are.
         """
-        if not self.mutual:
+        if not self.mutual and self.turns is None:
             return size, False
         low = bisect_left(self.places, first)
         if low == len(self.places) or self.places[low] >= first + size:
@@ -101,7 +142,7 @@ class Pictures:
         last = low
         while last < len(self.places) and self.places[last] - last == first - low:
             last += 1
-        return last - low, True
+        return (last - low, True) if self.mutual else (min(size, last - low), False)
 
 
 def keys_of(tokens: Sequence[int], source: Any) -> Sequence[int]:

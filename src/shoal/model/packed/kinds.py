@@ -19,6 +19,10 @@ ATTENTIONS = ("attention", "differential_attention", "latent_attention")
 """Mixers that read keys and values. The others are recurrences, which keep a state, but for "gated_memory"."""
 
 
+PLACED = ("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text")
+"""Text parts of models that see, which transformers has not as models; a picture's tokens turn by row and column."""
+
+
 @dataclass(frozen=True)
 class Norms:
     """Names of a layer's norms in the checkpoint, of each sublayer's input and output; None for no norm."""
@@ -192,7 +196,7 @@ _SAMBAY = ModelKind(MappingProxyType({
 _LATENT = ModelKind(MappingProxyType({"": LayerKind(("latent_attention",))}))
 LLAMA: Mapping[str, ModelKind] = MappingProxyType({
     **dict.fromkeys(("llama", "mistral", "ministral", "ministral3", "qwen2", "qwen3", "smollm3", "phi3", "granite",
-                     "gemma", "seed_oss", "glm", "helium", "ernie4_5", "internlm3", "cwm"), ModelKind()),
+                     "gemma", "seed_oss", "glm", "helium", "ernie4_5", "internlm3", "cwm", *PLACED), ModelKind()),
     "arcee": ModelKind(MappingProxyType({"": LayerKind(gated_mlp=False, plain_mlp=True)}),
                        Names(gate_up=("", "up_proj"))),
     "apertus": ModelKind(MappingProxyType({"": LayerKind(

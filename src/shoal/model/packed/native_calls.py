@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from shoal.model.kv.cache import KVCache
 from shoal.model.kv.layer import KVLayer
 from shoal.model.packed import native
-from shoal.model.runner import HiddenStateHook, OfLayers, SequenceChunk, Start
+from shoal.model.runner import HiddenStateHook, OfLayers, SequenceChunk, Start, pictures_in
 
 LIMIT = native.MAX_TOKENS
 """Most tokens of one call."""
@@ -79,6 +79,9 @@ def calls_of(chunks: Sequence[SequenceChunk], cache: KVCache) -> list[KernelCall
     """
     extra = [store for store in cache.layers if store.extra]
     by_kernels = [_runs_native(chunk, extra) for chunk in chunks]
+    if any(cache.encoded):
+        by_kernels = [known and not _turned_apart(chunk, cache)
+                      for known, chunk in zip(by_kernels, chunks, strict=True)]
     if all(by_kernels) and _fit_together(chunks):
         return []
     calls, by_torch = list[KernelCall](), KernelCall(False, [], [])
@@ -124,6 +127,12 @@ def _runs_native(chunk: SequenceChunk, extra: Sequence[KVLayer]) -> bool:
         if chunk.mutual or cut or not (chunk.experts is None or chunk.experts.mlps.native):
             return False
     return all(_readable(store, chunk.seq) for store in extra)
+
+
+def _turned_apart(chunk: SequenceChunk, cache: KVCache) -> bool:
+    """Whether a chunk has tokens of pictures that are turned by rows and columns, or deepened."""
+    seen = pictures_in(chunk, cache)
+    return seen is not None and (seen.pictures.turns is not None or bool(seen.pictures.deeper))
 
 
 def _readable(store: KVLayer, seq: int) -> bool:

@@ -52,6 +52,7 @@ from shoal.model.runner import (
     pictured,
     seen_by,
     split_wanted,
+    turns_of,
 )
 
 _KINDS: dict[torch.dtype, native.Kind] = {torch.float32: "fp32", torch.bfloat16: "bf16"}
@@ -360,7 +361,7 @@ class NativeRunner(PackedRunner):
         wanted: list[int] = []
         for chunk in chunks:
             base, own = cache.positions[chunk.seq], chunk.nodes
-            positions.extend(chunk.positions(base))
+            positions.extend(turns_of(chunk, cache) if self.shape.axes else chunk.positions(base))
             if chunk.parents is None:  # a chain may go on for longer than nodes have numbers
                 base, own = base + chunk.fed, range(len(chunk.tokens))
             ids.extend(chunk.tokens)

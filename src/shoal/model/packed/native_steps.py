@@ -25,7 +25,7 @@ from shoal.model.packed.native.library import BatchStruct, StepsStruct
 from shoal.model.packed.native.spans import put_spans
 from shoal.model.packed.native_states import NativeStates
 from shoal.model.packed.shape import Shape
-from shoal.model.runner import SequenceChunk, adapters_of, encoded_of
+from shoal.model.runner import SequenceChunk, adapters_of, encoded_of, turns_of
 
 
 class PlainSteps:
@@ -98,7 +98,8 @@ class PlainSteps:
                 self._decoder.crossing.put_into(self._struct, seqs, sources)
             self._seqs, self._layers, self._kv, self._adapters, self._sources = seqs, layers, kv, adapters, sources
         assert self._struct is not None
-        self._fill(self._struct, [chunk.tokens[0] for chunk in chunks], positions, read)
+        turns = [turns_of(chunk, cache)[0] for chunk in chunks] if self._shape.axes else positions
+        self._fill(self._struct, [chunk.tokens[0] for chunk in chunks], positions, turns, read)
         begun = None if self._states is None else self._states.begin_step(self._table, layers, stores, seqs)
         found: Tensor | list[list[int]]
         if most:
@@ -146,12 +147,13 @@ class PlainSteps:
         return struct
 
     def _fill(
-        self, struct: BatchStruct, ids: Sequence[int], positions: Sequence[int], stores: Sequence[KVLayer]
+        self, struct: BatchStruct, ids: Sequence[int], positions: Sequence[int], turns: Sequence[int],
+        stores: Sequence[KVLayer],
     ) -> None:
         """Write what changes from step to step."""
         numbers, count = struct.numbers, len(ids)
-        for place, (token, position) in enumerate(zip(ids, positions, strict=True)):
-            numbers[place], numbers[count + place], numbers[4 * count + place] = token, position, position
+        for place, (token, position, turn) in enumerate(zip(ids, positions, turns, strict=True)):
+            numbers[place], numbers[count + place], numbers[4 * count + place] = token, turn, position
         starts = [store.starts[seq] for store in stores for seq in self._seqs]
         struct.start = self._starts if any(starts) else None
         if struct.start is not None:

@@ -34,11 +34,13 @@ from shoal.model.runner import (
     SequenceView,
     Start,
     adapters_of,
+    axes_of,
     check_readers,
     encoded_of,
     lay_vectors,
     mark_shallow,
     opened_in,
+    pictures_in,
     run_layers,
     wanted_states,
 )
@@ -203,8 +205,9 @@ class _Pass:
         places = [place for chunk in chunks for place in chunk.positions(cache.positions[chunk.seq])]
         runner.rotary.reach(max(places) + 1)
         where = torch.tensor(places, device=runner.device)
+        self._deeper = [self._deepened(chunk) for chunk in chunks] if any(cache.encoded) else []
         self._warm = None if runner.shape.warmth is None else warmth(where, *runner.shape.warmth)
-        self.tables = list(zip(runner.rotary.cos[:, where], runner.rotary.sin[:, where], strict=True))
+        self.tables = list(zip(*self._turning(where), strict=True))
         self.sizes = [len(chunk.tokens) for chunk in chunks]
         makes, self._inputs = runner.weights.inputs, None
         if start is None or makes is not None:
@@ -221,8 +224,37 @@ class _Pass:
         slopes = runner.shape.slopes
         self._slopes = torch.tensor(slopes, dtype=torch.float64, device=runner.device) if slopes else None
 
+    def _turning(self, where: Tensor) -> tuple[Tensor, Tensor]:
+        """Cos and sin [tables, T, rotary_dim / 2] of tokens at positions [T]."""
+        table, axes = self.runner.rotary, self.runner.shape.axes
+        if not axes or not any(self.cache.encoded):
+            return table.cos[:, where], table.sin[:, where]
+        turns = torch.cat([axes_of(chunk, self.cache) for chunk in self.chunks], 1).to(where.device)
+        each = turns[list(axes)].T  # [T, rotary_dim / 2]
+        pairs = torch.arange(len(axes), device=where.device)
+        return table.cos[:, each, pairs], table.sin[:, each, pairs]
+
+    def _deepened(self, chunk: SequenceChunk) -> tuple[list[int], Sequence[Tensor]]:
+        """Which of a chunk's tokens have something added after the first layers, and what after each."""
+        seen = pictures_in(chunk, self.cache)
+        return ([], ()) if seen is None else ([*seen.places], [
+            states[seen.rows.start : seen.rows.stop] for states in seen.pictures.deeper])
+
+    def _deepen(self, layer: int, piece: LayerWork) -> None:
+        """Add what encoders of pictures give after a layer."""
+        first = 0
+        for (places, deeper), last, size in zip(self._deeper, piece.last, self.sizes, strict=True):
+            if layer < len(deeper) and last == size:
+                self.x[[first + place for place in places]] += deeper[layer].to(self.x)
+            first += size
+
     def run(self, layer: int, piece: LayerWork) -> None:
-        """Run a piece of work and add its output to the stream."""
+        """Run a piece of work, and add its output and what pictures have after the layer to the stream."""
+        self._run(layer, piece)
+        if self._deeper and piece.part != "attention":
+            self._deepen(layer, piece)
+
+    def _run(self, layer: int, piece: LayerWork) -> None:
         runner, weights = self.runner, self.runner.weights.layers[layer]
         source = runner.shape.source(layer)
         kind, asked = runner.shape.kind(layer), piece.wanted_by(self.chunks) if layer >= self._late else piece

@@ -28,7 +28,7 @@ from shoal.model.kv.chunk import Chunk
 from shoal.model.layers.latent import LatentSizes
 from shoal.model.packed.classics import Order, viewed
 from shoal.model.packed.experts import ExpertShape, expert_shape, with_experts
-from shoal.model.packed.kinds import CLASSICS, HYBRIDS, MODELS, LayerKind, Names
+from shoal.model.packed.kinds import CLASSICS, HYBRIDS, MODELS, PLACED, LayerKind, Names
 from shoal.model.packed.latent import latent_scale, latent_sizes
 from shoal.model.sambay import OWN_CONFIGS
 
@@ -146,6 +146,8 @@ class Shape:
         mlp_scales: per layer, further factors of what its feed-forward adds; empty if all are 1.
         sub_norms: whether the inputs of the output projections of attention and of the MLP are normalised (BitNet).
         head_norm: whether states are normed before the head, which some draft heads leave out.
+        axes: of each pair of rotated dimensions, which of a token's three places turns it: that in the text, its row in
+            a picture, or its column; empty where all turn by the place in the text.
         windows_ahead: whether in layers with a window, too, nodes of a mutual chunk see those after them.
     """
 
@@ -200,6 +202,7 @@ class Shape:
     unit_heads: bool = False
     warmth: tuple[float, float, float] | None = None
     head_norm: bool = True
+    axes: tuple[int, ...] = ()
     windows_ahead: bool = True
     streams: StreamSizes | None = None
     cutoffs: tuple[float | None, ...] = ()
@@ -313,7 +316,7 @@ def shape_of(config: Any, dtype: torch.dtype = torch.float64) -> Shape:
     text = config.get_text_config()
     if text.model_type not in MODELS:
         raise _misfit(text, f"the packed block fits {', '.join(MODELS)}")
-    if type(text) not in CAUSAL and type(text) not in OWN_CONFIGS.values():
+    if type(text) not in CAUSAL and type(text) not in OWN_CONFIGS.values() and text.model_type not in PLACED:
         raise _misfit(text, "its code comes with the checkpoint, not with transformers")
     text = viewed(text)
     activation = getattr(text, "hidden_activation", None) or getattr(text, "hidden_act", "silu")
@@ -352,7 +355,8 @@ def shape_of(config: Any, dtype: torch.dtype = torch.float64) -> Shape:
         activation=_ACTIVATIONS[activation],
         windows=windows_of(text),
         rotary=_rotary(text, list(ropes)),
-        tied=bool(text.tie_word_embeddings),
+        axes=_axes(ropes[None]) if text.model_type in PLACED else (),
+        tied=bool(getattr(text, "tie_word_embeddings", getattr(config, "tie_word_embeddings", False))),
         max_positions=context_of(text),
         interleaved=text.model_type in _INTERLEAVED,
         norm_offset=1.0 if text.model_type in _CENTRED else 0.0,
@@ -557,6 +561,17 @@ def _rotated(rope: dict[str, Any]) -> float:
 
 def _misfit(config: Any, why: str) -> Unsupported:
     return Unsupported(f"the packed backend for model type {config.model_type!r}", why, REMEDY)
+
+
+def _axes(rope: dict[str, Any]) -> tuple[int, ...]:
+    """Which place turns each pair of dimensions (Wang et al., 2024, arXiv 2409.12191, section 2.1, M-RoPE).
+
+    Qwen2-VL gives each place one run of pairs, Qwen3-VL gives them by turns as long as rows and columns have some.
+    """
+    sizes = [int(size) for size in rope["mrope_section"]]
+    if not rope.get("mrope_interleaved"):
+        return tuple(axis for axis, size in enumerate(sizes) for _ in range(size))
+    return tuple(pair % 3 if pair < 3 * sizes[pair % 3] else 0 for pair in range(sum(sizes)))
 
 
 def ropes_of(text: Any) -> dict[str | None, dict[str, Any]]:

@@ -39,14 +39,15 @@ from shoal.model.packed.mixers import FORMS, Projection, memory_sizes, memory_un
 from shoal.model.packed.shape import REMEDY, HeadSizes, Shape, StreamSizes
 from shoal.model.packed.source import ExpertsByRows, FewerLayers, Source
 
+_QWEN2 = ("qwen2", "qwen2_vl_text", "qwen2_5_vl_text")
 _NO_BIAS = ("exaone_moe", "minimax_m2", "mistral", "ministral", "ministral3", "phi3", "exaone4", "lfm2", "nemotron_h")
-_NO_OUT_BIAS = ("qwen2", "glm", "glm4", "helium", "qwen2_moe", "glm4_moe", "solar_open")
+_NO_OUT_BIAS = (*_QWEN2, "glm", "glm4", "helium", "qwen2_moe", "glm4_moe", "solar_open")
 _MLP_BIAS = ("llama", "granite", "smollm3", "seed_oss", "helium", "bamba", "falcon_h1", "nemotron_h", "arcee",
              "hyperclovax", "internlm3", "cwm")
-_HEAD_NORMS = ("qwen3", "gemma3_text", "olmo2", "olmo3", "exaone4", "qwen3_5_text", "lfm2", "olmo_hybrid", "qwen3_moe",
-               "olmoe", "qwen3_next", "qwen3_5_moe_text", "lfm2_moe", "lfm3", "gemma4_text", "hunyuan_v1_dense",
-               "hunyuan_v1_moe", "gemma4_unified_text", "minimax_m2", "dots1", "exaone_moe", "hy_v3", "flex_olmo",
-               "afmoe", "gemma3n_text", "apertus")
+_HEAD_NORMS = ("qwen3", "qwen3_vl_text", "gemma3_text", "olmo2", "olmo3", "exaone4", "qwen3_5_text", "lfm2",
+               "olmo_hybrid", "qwen3_moe", "olmoe", "qwen3_next", "qwen3_5_moe_text", "lfm2_moe", "lfm3",
+               "gemma4_text", "hunyuan_v1_dense", "hunyuan_v1_moe", "gemma4_unified_text", "minimax_m2", "dots1",
+               "exaone_moe", "hy_v3", "flex_olmo", "afmoe", "gemma3n_text", "apertus")
 _FUSED = ("phi3", "glm", "glm4", "granitemoehybrid", "phi4flash")
 _FUSED_QKV = ("phi3", "gpt2", "gpt_bigcode", "gpt_neox", "falcon", "persimmon", "bloom", "mpt", "codegen", "dbrx")
 """Model types whose modules have q, k and v as one matrix."""
@@ -265,7 +266,7 @@ def _biased(text: Any, out: str) -> Iterator[str]:
     """The projections of attention that have a bias."""
     kind = text.model_type
     attention = kind not in _NO_BIAS and bool(getattr(text, "attention_bias", False))
-    if attention or kind == "qwen2" or (kind == "qwen2_moe" and text.qkv_bias):
+    if attention or kind in _QWEN2 or (kind == "qwen2_moe" and text.qkv_bias):
         yield from _QKV
     apart = kind == "seed_oss" or kind in CLASSICS
     out_biased = text.attention_out_bias if apart else attention and kind not in _NO_OUT_BIAS

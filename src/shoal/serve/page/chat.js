@@ -65,6 +65,7 @@ export class Chat {
 
   use(model) {
     this.model = model;
+    this.attached.sees = model.sees;
     at("no-template").hidden = model.chat;
     at("no-tools").hidden = model.tools !== false;
     this.tools.look(model).then(() => this.listTools(), (error) => this.complain(error.message));
@@ -128,7 +129,7 @@ export class Chat {
   /* What a message's buttons do. */
   edit(view) {
     if (this.running) return this.complain(t("busy"));
-    return view.edit((text) => this.ask(text, view.message.parent));
+    return view.edit((text) => this.ask(text, view.message.parent, view.message.pictures));
   }
 
   again(message) {
@@ -167,11 +168,12 @@ export class Chat {
     at("ask").value = "";
     grow();
     this.on.system = at("system").value;
-    this.ask(this.attached.taken(text), this.on.leaf);
+    const taken = this.attached.taken(text);
+    this.ask(taken.text, this.on.leaf, taken.pictures);
   }
 
-  ask(text, parent) {
-    this.on.add("user", text, parent);
+  ask(text, parent, pictures = []) {
+    this.on.add("user", text, parent, pictures.length ? { pictures } : {});
     return this.answer(this.on.add("assistant", ""));
   }
 
@@ -266,7 +268,7 @@ export class Chat {
     const body = { ...chosen(), model: model.model, stream: true, stream_options: { include_usage: true }, metrics: true };
     const messages = this.on.said(message);
     if (model.chat) return { path: "v1/chat/completions", body: { ...body, messages, ...(this.on.tools ? this.tools.part : {}) } };
-    const prompt = messages.map((one) => one.content).join("\n");
+    const prompt = messages.map((one) => one.content?.at?.(-1).text ?? one.content).join("\n");
     return { path: "v1/completions", body: { max_tokens: 256, ...body, prompt } };
   }
 

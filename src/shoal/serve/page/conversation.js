@@ -1,6 +1,7 @@
 /* A conversation is a tree of messages: an edit or another answer is a further branch. It is kept in the browser alone. */
 
 import { fenced } from "./files.js";
+import { goodPicture } from "./images.js";
 import { parts } from "./message.js";
 import { goodRounds, messagesOf } from "./tools.js";
 
@@ -35,7 +36,7 @@ export class Conversation {
     this.messages.push(message);
     this.leaf = message.id;
     this.when = Date.now();
-    if (!this.title && role === "user") this.title = content.trim().split("\n")[0].slice(0, TITLE);
+    if (!this.title && role === "user") this.title = (content.trim() || more.pictures?.[0].name || "").split("\n")[0].slice(0, TITLE);
     return message;
   }
 
@@ -52,7 +53,7 @@ export class Conversation {
   said(message) {
     const system = this.system.trim() ? [{ role: "system", content: this.system }] : [];
     return [...system, ...this.until(message.id).flatMap((one) => {
-      if (one.role === "user") return [{ role: one.role, content: one.content }];
+      if (one.role === "user") return [{ role: one.role, content: withPictures(one) }];
       const { rounds = [] } = one, content = one === message ? one.content : parts(one).text;
       const last = content || (one !== message && !rounds.length) ? [{ role: one.role, content }] : [];
       return [...messagesOf(rounds, (round) => parts(round).text), ...last];
@@ -65,13 +66,19 @@ export class Conversation {
   }
 }
 
+function withPictures({ content, pictures = [] }) {
+  const shown = pictures.map(({ url }) => ({ type: "image_url", image_url: { url } }));
+  return shown.length ? [...shown, { type: "text", text: content }] : content;
+}
+
 /* Whether something read from storage is a conversation; whoever can write there may write anything. */
 function good(held) {
   const text = (value) => typeof value === "string";
   const parent = (one, place) => one.parent === null || (Number.isInteger(one.parent) && one.parent >= 0 && one.parent < place);
   return held !== null && typeof held === "object" && text(held.id) && text(held.title) && text(held.system) && [undefined, true, false].includes(held.tools) && Array.isArray(held.messages)
     && held.messages.every((one, place) => one?.id === place && text(one.content) && ["user", "assistant"].includes(one.role) && parent(one, place)
-      && (one.rounds === undefined || goodRounds(one.rounds)))
+      && (one.rounds === undefined || goodRounds(one.rounds))
+      && (one.pictures === undefined || (Array.isArray(one.pictures) && one.pictures.every(goodPicture))))
     && (held.leaf === null || held.messages[held.leaf] !== undefined);
 }
 
@@ -125,6 +132,7 @@ function written({ content, calls }) {
 
 export function asMarkdown(conversation, names) {
   const system = conversation.system.trim() ? [`## ${names.system}\n\n${conversation.system.trim()}`] : [];
-  const turns = conversation.path.map(({ role, content, rounds = [] }) => [`## ${names[role]}`, ...rounds.flatMap(written), content.trim()].filter(Boolean).join("\n\n"));
+  const turns = conversation.path.map(({ role, content, pictures = [], rounds = [] }) => [
+    `## ${names[role]}`, ...pictures.map(({ name, url }) => `![${name.replace(/[[\]\\]/g, "\\$&")}](${url})`), ...rounds.flatMap(written), content.trim()].filter(Boolean).join("\n\n"));
   return `${[`# ${conversation.title}`, ...system, ...turns].join("\n\n")}\n`;
 }

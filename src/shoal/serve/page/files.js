@@ -1,6 +1,7 @@
-/* Text files that go with a message: chosen, dropped or pasted, and read in the browser. */
+/* Files that go with a message: chosen, dropped or pasted, and read in the browser. Pictures only where the model sees. */
 
 import { make } from "./dom.js";
+import { readPicture, thumbnail } from "./images.js";
 import { t } from "./strings.js";
 
 const MOST = 256; // kB
@@ -8,13 +9,14 @@ const MOST = 256; // kB
 export class Attached {
   /* `list` shows the files; `refuse` takes a line on what was not attached. */
   constructor(list, refuse) {
-    Object.assign(this, { list, refuse, files: [] });
+    Object.assign(this, { list, refuse, files: [], sees: false });
   }
 
   async add(given) {
     for (const file of given) {
       try {
-        this.files.push({ name: file.name, text: await read(file) });
+        const { name } = file, picture = file.type.startsWith("image/");
+        this.files.push(picture ? { name, url: await this.seen(file) } : { name, text: await read(file) });
       } catch (error) {
         this.refuse(error.message);
       }
@@ -22,21 +24,28 @@ export class Attached {
     this.show();
   }
 
+  async seen(file) {
+    const { name } = file;
+    if (!this.sees) throw new Error(t("no_pictures", { name }));
+    return readPicture(file).catch(() => { throw new Error(t("no_picture", { name })); });
+  }
+
   show() {
     this.list.hidden = this.files.length === 0;
     this.list.replaceChildren(...this.files.map((file) => {
       const remove = make("button", { type: "button", "aria-label": t("detach", file) }, "×");
       remove.addEventListener("click", () => { this.files = this.files.filter((one) => one !== file); this.show(); });
-      return make("li", {}, file.name, remove);
+      return make("li", {}, ...(file.url ? [thumbnail(file)] : []), file.name, remove);
     }));
   }
 
-  /* A message with the files before it; none is left attached. */
+  /* A message with the files' texts before it, and its pictures; none is left attached. */
   taken(text) {
-    const files = this.files.map((file) => `${file.name}:\n${fenced(file.text)}`);
+    const pictures = this.files.filter((file) => file.url);
+    const files = this.files.filter((file) => !file.url).map((file) => `${file.name}:\n${fenced(file.text)}`);
     this.files = [];
     this.show();
-    return [...files, text].filter(Boolean).join("\n\n");
+    return { text: [...files, text].filter(Boolean).join("\n\n"), pictures };
   }
 }
 
@@ -49,7 +58,6 @@ export function fenced(text) {
 
 async function read(file) {
   const { name } = file;
-  if (file.type.startsWith("image/")) throw new Error(t("no_pictures", { name }));
   if (file.size > MOST * 1024) throw new Error(t("too_large", { name, size: Math.ceil(file.size / 1024), most: MOST }));
   try {
     const text = new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());

@@ -1,6 +1,7 @@
 /* One message of a conversation on screen: its text, its figures, what can be done with it. */
 
 import { make } from "./dom.js";
+import { thumbnail } from "./images.js";
 import { show } from "./markdown.js";
 import { t } from "./strings.js";
 import { CallView, MOST_ROUNDS } from "./tools.js";
@@ -20,11 +21,12 @@ export class Message {
     this.calls = new Map();
     this.rounds = make("div", { class: "rounds" });
     Object.assign(this, folding());
+    this.seen = make("div", { class: "seen" }, ...(message.pictures ?? []).map(thumbnail));
     this.text = make("div", { class: message.role === "assistant" ? "markdown" : "typed", dir: "auto" });
     this.figures = make("p", { class: "figures note" });
     this.buttons = make("div", { class: "tools" });
     this.element = make("li", { class: message.role },
-      make("h3", { class: "unseen" }, t(message.role === "user" ? "you" : "answer")), this.rounds, this.folded, this.text, this.figures, this.buttons);
+      make("h3", { class: "unseen" }, t(message.role === "user" ? "you" : "answer")), this.seen, this.rounds, this.folded, this.text, this.figures, this.buttons);
     this.draw(false);
   }
 

@@ -197,6 +197,7 @@ typedef struct {
     int32_t position_count;
     int32_t parallel;      /* whether attention and MLP read the same states, those that enter a layer */
     int32_t rotates_first; /* whether queries and keys are rotated before they are normalised */
+    int32_t drifts;        /* whether tokens may be rotated by less than their position, as behind pictures */
     const float *slopes;   /* [heads]: what a slot's place less the query's is multiplied by and added to the score (ALiBi); or NULL */
     float qkv_limit;       /* the largest size of a number of q, k and v; 0: none */
     int32_t layer_input;   /* numbers of a token's input to each layer; 0: there is none */
