@@ -249,6 +249,8 @@ def test_the_page_asks_and_the_answer_uses_the_result(driver: Any) -> None:
         assert len(page.all(".asking")) == 1, "a key that was meant for the field allowed a call"
         page.keys(key("TAB"), key("ENTER"))
         wait(lambda: texts(page, ".call summary .note") == ["test · called", "test · waits for you"])
+        kept = page.conversation["messages"][-1]["rounds"][0]["calls"]
+        assert [one.get("result") for one in kept] == [NOON, None], "a call is made again where the page is left here"
         page.click(".asking .always")
         page.done()
         assert page.answer == "Noon." and texts(page, ".rounds .markdown:not(.thoughts *)") == ["Let me see."]
@@ -406,3 +408,5 @@ def test_several_models_call_the_tools(driver: Any) -> None:
         page.click(".asking .once")
         page.done()
         assert page.answer == "b: noon." and {body["model"] for body in page.sent} == {"b"}
+        fetched = page.ask("return performance.getEntriesByType('resource').map((one) => one.name)")
+        assert [one for one in fetched if "playground/tools" in one][-1].endswith("?model=b"), "another one is loaded"

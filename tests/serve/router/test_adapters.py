@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -18,6 +21,7 @@ from serving import Routed, routing_files, wait
 from shoal import load
 from shoal.engine.loading.adapters import AdapterWish
 from shoal.engine.loading.checkpoint import Checkpoint
+from shoal.model.lora.adapter import Adapter, Factors, Place
 from shoal.serve.router.adapters import assigned
 from shoal.serve.router.listing import Listed
 
@@ -69,6 +73,59 @@ def test_adapters_that_belong_to_none(
 ) -> None:
     with pytest.raises(ValueError, match=said):
         listed(places, *wishes)
+
+
+@dataclass(frozen=True)
+class Files:
+    """What a model's files would say."""
+
+    sizes: Callable[[], dict[Place, tuple[int, int]]]
+    family: str = "llama"
+
+    def config(self) -> Any:
+        return SimpleNamespace(model_type=self.family)
+
+
+Q = "self_attn.q_proj"
+SIZES = {(0, Q): (8, 4), (1, Q): (8, 4)}
+"""Of an adapter's matrices, of rank 2: rows and columns."""
+
+
+def of_two(monkeypatch: pytest.MonkeyPatch, name: str | None, family: str = "llama", **sizes: Any) -> list[int]:
+    """Adapters of two models, whose second has other matrices in places, such as `last=(8, 6)`, or None there."""
+    parts = {place: Factors(torch.zeros(2, columns), torch.zeros(rows, 2)) for place, (rows, columns) in SIZES.items()}
+    adapter = Adapter("x", parts, families=frozenset({"llama"}))
+    monkeypatch.setattr(AdapterWish, "load", lambda _: adapter)
+    given = {(("first", "last").index(end), Q): size for end, size in sizes.items()}
+    other = {place: size for place, size in {**SIZES, **given}.items() if size is not None}
+    files = {"a": Files(SIZES.copy), "b": Files(other.copy, family)}
+    found = assigned([Listed("a", ""), Listed("b", "")], [(name, AdapterWish("x", "x"))],
+                     lambda one: files[one.name])  # type: ignore[arg-type, return-value]
+    return [len(one.adapters) for one in found]
+
+
+@pytest.mark.parametrize(("sizes", "told"), [
+    ({"first": (6, 4)}, "not for b: its 'self_attn.q_proj' of layer 0 is for a matrix [8, 4], and there it is [6, 4]"),
+    ({"first": (8, 6)}, "layer 0 is for a matrix [8, 4], and there it is [8, 6]"),
+    ({"last": (8, 6)}, "layer 1 is for a matrix [8, 4], and there it is [8, 6]"),
+    ({"family": "qwen2"}, "is not for b: it is for the type llama, and that is qwen2"),
+])
+def test_every_size_and_the_type_must_be_the_adapters(
+    monkeypatch: pytest.MonkeyPatch, sizes: dict[str, Any], told: str
+) -> None:
+    assert of_two(monkeypatch, None, **sizes) == [1, 0]
+    with pytest.raises(ValueError, match=re.escape(told)):
+        of_two(monkeypatch, "b", **sizes)
+
+
+@pytest.mark.parametrize("sizes", [{"last": None}, {"first": None, "last": None}])
+def test_what_files_do_not_say_is_no_reason_against_the_model_that_is_named(
+    monkeypatch: pytest.MonkeyPatch, sizes: dict[str, Any]
+) -> None:
+    assert of_two(monkeypatch, None, **sizes) == [1, 0] and of_two(monkeypatch, "b", **sizes) == [0, 1]
+    assert of_two(monkeypatch, "b", family="") == [0, 1]
+    with pytest.raises(ValueError, match="fits a and b alike"):
+        of_two(monkeypatch, None, family="")
 
 
 def test_an_adapter_of_two_models_asks_for_one(places: dict[str, str]) -> None:

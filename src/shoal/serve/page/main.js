@@ -118,6 +118,7 @@ at("page-language").addEventListener("change", () => {
   }
   if (!chat.running) chat.draw();
   chat.list();
+  chat.listTools();
 });
 document.addEventListener("keydown", (event) => {
   if (document.body.classList.contains("comparing")) instrument.pressed(event);
