@@ -143,7 +143,8 @@ def _bare(kind: str) -> tuple[Any, dict[str, Tensor]]:
     pixels = torch.randn(1, 3, 32, 32)
     if kind == "internvl":
         sight = hf.InternVLVisionConfig(**{**_SIGHT, "image_size": (32, 32), "patch_size": (8, 8)})
-        return hf.InternVLConfig(text_config=hf.Qwen2Config(**text), vision_config=sight, image_token_id=99), {"pixel_values": pixels}
+        config = hf.InternVLConfig(text_config=hf.Qwen2Config(**text), vision_config=sight, image_token_id=99)
+        return config, {"pixel_values": pixels}
     if kind == "mistral3":
         config = hf.Mistral3Config(
             text_config=hf.MistralConfig(**text, head_dim=16), image_token_index=99,

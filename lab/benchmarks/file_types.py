@@ -45,6 +45,8 @@ Array = np.ndarray[Any, Any]
 MIXES = ("Q2_K", "Q3_K_S", "Q3_K_M", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL",
          "IQ4_XS", "TQ1_0", "TQ2_0", "MXFP4", "NVFP4", "Q1_0", "Q2_0")
 """Names of mixes of the quantiser. MXFP4 and NVFP4 are none of dense models: all matrices of layers are of them."""
+SOURCE = "source"
+"""The file that the others are made of."""
 SYSTEMS = ("shoal", readers.FLOAT32, "llama.cpp")
 _READ = 16
 """Windows of the text that the importance matrix is taken from."""
@@ -57,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--to", type=Path, required=True)
     parser.add_argument("--text", type=Path, required=True, help="that is judged")
     parser.add_argument("--importance", type=Path, required=True, help="text of the importance matrix")
-    parser.add_argument("--types", default=",".join(MIXES), help="separated by commas")
+    parser.add_argument("--types", default=",".join((SOURCE, *MIXES)), help="separated by commas")
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--window", type=int, default=128, help="tokens")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(),
@@ -73,9 +75,9 @@ def main(argv: Sequence[str]) -> int:
     else:
         about |= {"kind": "file types", "text": args.text.name, "window": args.window}
         figures = partial(measured, pieces=cut(source, args.text, args.windows, args.window), threads=args.threads)
-    rows = [figures(args.model, "source")]
+    rows = []
     for kind in args.types.split(","):
-        path = args.to / f"{args.model.stem}-{kind}.gguf"
+        path = args.model if kind == SOURCE else args.to / f"{args.model.stem}-{kind}.gguf"
         if not path.is_file():
             requantise(library(), args.model, path, kind, torch.get_num_threads(), pure=False, importance=weights)
         rows.append(figures(path, kind))

@@ -490,7 +490,7 @@ def pictured(chunks: Sequence[SequenceChunk], cache: KVCache) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class PictureTokens:
     """Tokens of a chunk that stand for pictures: which, the pictures, and which of all of these tokens they are."""
 
     places: Sequence[int]
@@ -503,13 +503,13 @@ class Seen:
         return self.pictures.states[self.rows.start : self.rows.stop]
 
 
-def pictures_in(chunk: SequenceChunk, cache: KVCache) -> Seen | None:
+def pictures_in(chunk: SequenceChunk, cache: KVCache) -> PictureTokens | None:
     """The tokens of a chunk that stand for pictures; None for no token."""
     source, begin = cache.encoded[chunk.seq], cache.positions[chunk.seq] + chunk.fed
     if not isinstance(source, Pictures) or source.places[-1] < begin:
         return None
     places, rows = source.within(begin, begin + len(chunk.tokens))
-    return Seen(places, source, rows) if places else None
+    return PictureTokens(places, source, rows) if places else None
 
 
 def turns_of(chunk: SequenceChunk, cache: KVCache) -> list[int]:
