@@ -155,6 +155,18 @@ def test_odd_parts_are_refused(server: Running) -> None:
     assert "it may have 64" in refusal(ask(server, *[shown(url(seers.file_of(seers.picture(1, 2, 2))))] * 65))
 
 
+def test_pixels_of_a_conversation_are_bounded(server: Running) -> None:
+    """Whose files are small: none is decoded."""
+    assert "3 pictures have 192 million pixels" in refusal(ask(server, *[shown(url(bomb(1 << 13, 1 << 13)))] * 3))
+
+
+def test_a_prompt_that_is_too_long_is_refused_before_it_is_looked_at(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(server.engine.vision), "__call__", lambda *_: pytest.fail("it looked"))
+    assert "the model's context 1024" in refusal(ask(server, shown(url()), {"type": "text", "text": "x" * 2000}))
+
+
 def test_sizes_are_bounded(server: Running) -> None:
     large = seers.file_of(seers.picture(1, 1000, 700))  # 2 MiB: more than a text may be
     assert ask(server, shown(url(large))).status_code == 200

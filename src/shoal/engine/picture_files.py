@@ -10,6 +10,7 @@ import binascii
 import io
 import reprlib
 import warnings
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -18,7 +19,7 @@ from shoal.errors import Unsupported
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 """What Pillow may decode: forms that browsers show, whose decoders many eyes have seen."""
 MOST_PIXELS = 64 << 20
-"""A picture of 8192 by 8192. Decoded it takes three bytes a pixel."""
+"""Of one picture, and twice as many of a conversation's. Decoded they take three bytes each."""
 MOST_BYTES = 64 << 20
 _INSTALL = "Install it with: pip install 'shoal[pictures]'"
 
@@ -51,6 +52,15 @@ def bytes_of(url: str) -> bytes:
         return base64.b64decode("".join(body.split()), validate=True)
     except (binascii.Error, ValueError):
         raise ValueError("a picture's data URL is no valid base64") from None
+
+
+def all_decoded(files: Sequence[bytes]) -> list[Any]:
+    """The pictures of a conversation; ValueError as for `decoded`, and for too many pixels in all."""
+    total = sum(image.width * image.height for image in map(opened, files))
+    if total > 2 * MOST_PIXELS:
+        raise ValueError(f"{len(files)} pictures have {total / 2**20:.0f} million pixels; at most "
+                         f"{2 * MOST_PIXELS >> 20} million are decoded for a conversation. Send smaller ones")
+    return [*map(decoded, files)]
 
 
 def url_of(data: bytes) -> str:

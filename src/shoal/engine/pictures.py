@@ -8,8 +8,8 @@ from typing import Any
 
 from shoal.engine.loaded import LoadedModel
 from shoal.engine.messages import chat_text, shown_in
-from shoal.engine.picture_files import bytes_of, decoded
-from shoal.engine.request import chat_ids
+from shoal.engine.picture_files import all_decoded, bytes_of
+from shoal.engine.request import chat_ids, prompt_ids
 from shoal.errors import Unsupported, check_text, told_by_transformers
 from shoal.model.layers.pictures import Picture, Pictures
 from shoal.model.vision import Vision
@@ -44,14 +44,18 @@ def read_chat(
                           "Leave pictures out, or use a model that sees, such as LLaVA")
     if len(urls) > MOST:
         raise ValueError(f"the conversation has {len(urls)} pictures; it may have {MOST}")
-    images = [decoded(bytes_of(url)) for url in urls]
+    images = all_decoded([*map(bytes_of, urls)])
     prepare = _processor(vision.place)
     text = _text(told, engine.tokenizer, prepare, options)
     with told_by_transformers("the model's processor of pictures"):
-        ids = prepare(text=[text], images=[images], add_special_tokens=specials, return_tensors="pt")["input_ids"][0]
-        inputs = [prepare.image_processor(images=[image], return_tensors="pt") for image in images if look]
-    seen = tuple(_see(engine, vision, one) for one in inputs)
-    return ids.tolist(), Pictures(seen, vision.token, vision.mutual) if look else None
+        made = prepare(text=[text], images=[images], add_special_tokens=specials, return_tensors="pt")
+    ids: list[int] = made["input_ids"][0].tolist()
+    if not look:
+        return ids, None
+    prompt_ids(ids, engine.tokenizer, engine.runner.vocab_size, engine.runner.max_positions)  # refused before the work
+    with told_by_transformers("the model's processor of pictures"):
+        inputs = [prepare.image_processor(images=[image], return_tensors="pt") for image in images]
+    return ids, Pictures(tuple(_see(engine, vision, one) for one in inputs), vision.token, vision.mutual)
 
 
 def _see(engine: LoadedModel, vision: Vision, inputs: Mapping[str, Any]) -> Picture:
