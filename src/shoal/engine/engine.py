@@ -91,7 +91,8 @@ class Engine:
         adapters: what runs beside the model for requests that name it, by name; see `add_adapter`.
         adapter: the one of them for requests that name none; "" for none.
         sampling_from: where that stands: "files", the address that the table of short names gives, or "" for nowhere.
-        encoder: reads a source, for models that have one; None for others. What it returns is a request's `source`.
+        encoder: reads a source, for models that have one; None for others. What it returns is a request's `source`. One
+            of text reads prompts of requests without a source, which are then answered from the decoder's first token.
         unpacked: why transformers' modules run, where Shoal's packed layers were wanted and do not fit; "" otherwise.
     """
 
@@ -278,15 +279,29 @@ class Engine:
 
     def _asked(self, prompt: Any, options: Mapping[str, Any]) -> tuple[Request, list[list[int]], int]:
         """Options, as they fit into the memory, and prompts, checked, and how many of these fit at a time."""
-        request = Request.from_options(options)
-        ids = [prompt_ids(one, self.tokenizer, self.runner.vocab_size, self.runner.max_positions)
-               for one in (prompt if is_batch(prompt) else [prompt])]
+        request, ids = self.read(prompt if is_batch(prompt) else [prompt], Request.from_options(options))
         if self.limit is None:
             return request, ids, len(ids)
         plan = self.limit.plan(self, ids, request)
         if plan.changed:
             self._say_once(f"to stay within {shown(int(self.limit.memory))}: {plan.changed}")
         return replace(request, method=plan.method), ids, plan.seqs
+
+    def read(self, prompts: Sequence[Any], request: Request) -> tuple[Request, list[list[int]]]:
+        """Prompts as token ids; an encoder of text reads them, where the request names no source, and then has one.
+
+        Raises:
+            ValueError: a prompt is empty or too long.
+        """
+        encoder = self.encoder
+        if encoder is None or encoder.text is None or request.source is not None:
+            return request, [prompt_ids(one, self.tokenizer, self.runner.vocab_size, self.runner.max_positions)
+                             for one in prompts]
+        texts = [prompt_ids(one, self.tokenizer, encoder.text.vocabulary, None) for one in prompts]
+        with self.turn():
+            sources = tuple(map(encoder.read, texts))
+        source = sources if len(sources) > 1 else sources[0]
+        return replace(request, source=source), [[encoder.text.start] for _ in texts]
 
     def plan(self, method: Any = "full", *, max_new_tokens: int = 256) -> list[tuple[int, ...]]:
         """The layers that each step runs; entry 0 is the token that comes from the prefill: all layers."""
@@ -343,7 +358,8 @@ class Engine:
         seqs = []
         for number, (tokens, stop, source, wanted) in enumerate(asked):
             bound = None if wanted is None else self.constraints(wanted, stop.room, tokens, patient)
-            own = self._generation_processors(tokens, request.max_new_tokens)
+            own = self._generation_processors(
+                tokens, request.max_new_tokens, source=None if source is None else source.ids or None)
             seqs.append(RunningSequence(
                 number=number, seq_id=number, tokens=list(tokens), prompt_length=len(tokens), stop=stop,
                 sampling=request.sampling, seed=seed, plan=recipe.plan, salt=request.cache_salt, adapter=adapter,

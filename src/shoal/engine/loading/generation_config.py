@@ -148,8 +148,15 @@ def generation_settings(generation_config: Any) -> Mapping[str, Any]:
     return {name: value for name, value in found.items() if value or (name in tokens and value is not None)}
 
 
-def processors(generation_rules: Mapping[str, Any], prompt: Sequence[int], most: int, device: Any) -> tuple[Any, ...]:
-    """Logits processors for one sequence; a forced end comes as the last of `most` tokens."""
+def processors(
+    generation_rules: Mapping[str, Any], prompt: Sequence[int], most: int, device: Any,
+    source: Sequence[int] | None = None,
+) -> tuple[Any, ...]:
+    """Logits processors for one sequence; a forced end comes as the last of `most` tokens.
+
+    Args:
+        source: what an encoder read; None for models without one.
+    """
     if not generation_rules:
         return ()
     import torch
@@ -160,7 +167,8 @@ def processors(generation_rules: Mapping[str, Any], prompt: Sequence[int], most:
     make = {
         "sequence_bias": hf.SequenceBiasLogitsProcessor,
         "no_repeat_ngram_size": hf.NoRepeatNGramLogitsProcessor,
-        "encoder_no_repeat_ngram_size": lambda size: hf.EncoderNoRepeatNGramLogitsProcessor(size, ids),
+        "encoder_no_repeat_ngram_size": lambda size: hf.EncoderNoRepeatNGramLogitsProcessor(
+            size, ids if source is None else torch.tensor([list(source)], device=device)),
         "bad_words_ids": hf.NoBadWordsLogitsProcessor,
         "forced_bos_token_id": hf.ForcedBOSTokenLogitsProcessor,
         "forced_eos_token_id": lambda token: hf.ForcedEOSTokenLogitsProcessor(length + most, token, device),

@@ -22,11 +22,12 @@ from shoal.engine.memory.footprint import weights_on_disk
 from shoal.engine.memory.memory_limit import MemoryLimit
 from shoal.errors import OutOfMemory, Unsupported
 from shoal.model.config import layers_of, masked_of, parallel_token
-from shoal.model.encoder import ENCODERS, encoder_of
+from shoal.model.encoder import ENCODERS, OF_TEXT, encoder_of, encoding
 from shoal.model.hf import HFRunner
 from shoal.model.packed import build as packed
 from shoal.model.packed.linear import Quant
 from shoal.model.packed.native_runner import NativeRunner
+from shoal.model.packed.runner import PackedRunner
 from shoal.model.packed.source import ModelSource, Source
 from shoal.model.parity import OTHER_ARITHMETIC, check_parity, settle_layout
 from shoal.model.probe import in_transformers
@@ -137,6 +138,8 @@ def engine_for(
     compat.tell_untested()
     _check_decoder(model.config)
     runner: ModelRunner | str = ""
+    if model.config.model_type in OF_TEXT:
+        return _beside_encoder(model, tokenizer, name, quant)
     if backend != "hf":
         embedding = model.get_input_embeddings().weight
         runner = _pack(model.config, ModelSource(model), embedding.dtype, embedding.device, quant, backend, model)
@@ -152,6 +155,17 @@ def engine_for(
     name = name or origin or type(model).__name__
     made = _engine(runner, tokenizer, model.config, generation, name, card, files, model)
     made.unpacked = unpacked
+    return made
+
+
+def _beside_encoder(model: Any, tokenizer: Any, name: str, quant: Quant | None) -> Engine:
+    """The engine of a loaded encoder-decoder, whose decoder is packed whatever the backend; its encoder is used."""
+    config, embedding = model.config, model.get_input_embeddings().weight
+    runner = _pack(config, ModelSource(model), embedding.dtype, embedding.device, quant, "packed")
+    assert isinstance(runner, PackedRunner)
+    generation, origin = getattr(model, "generation_config", None), getattr(config, "_name_or_path", "")
+    made = _engine(runner, tokenizer, config, generation, name or origin or type(model).__name__, None, None)
+    made.encoder = encoding(model.get_encoder(), runner, origin, config, generation)
     return made
 
 
@@ -235,8 +249,9 @@ def _from_files(
     packing: Backend = "packed" if files.encodes else backend
     runner = "" if source is None else _pack(config, source, dtype, device, quant, packing)
     if not isinstance(runner, str):
-        made = _engine(runner, tokenizer, config, files.generation_config(), files.name, card, files)
-        made.encoder = None if source is None else encoder_of(config, source, runner, files.place)
+        generation = files.generation_config()
+        made = _engine(runner, tokenizer, config, generation, files.name, card, files)
+        made.encoder = None if source is None else encoder_of(config, source, runner, files.place, generation)
         return made
     if files.encodes:
         raise Unsupported(f"model type {config.model_type!r} on transformers' modules", "Shoal runs its decoder packed",
@@ -287,7 +302,7 @@ def _check_decoder(config: Any) -> None:
         raise Unsupported(f"model type {config.model_type!r}", "it has an encoder", _DECODER_REMEDY)
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
-    known = {config.model_type, config.get_text_config().model_type} & {*CAUSAL, *OWN_CONFIGS}
+    known = {config.model_type, config.get_text_config().model_type} & {*CAUSAL, *OWN_CONFIGS, *ENCODERS}
     if not known and not getattr(config, "auto_map", None):
         raise Unsupported(f"model type {config.model_type!r}", "transformers has no causal language model of it",
                           _DECODER_REMEDY)
