@@ -26,8 +26,6 @@ ENCODERS: Mapping[str, str] = MappingProxyType({
     **dict.fromkeys(("whisper", *BART), "model.encoder."), **dict.fromkeys(T5, "encoder."),
 })
 """Model types whose decoders Shoal runs beside their encoder, and what the names of its tensors begin with."""
-OF_TEXT = (*BART, *T5)
-"""Those whose encoders read text."""
 _USUAL = 512
 """States of a source for which memory is counted where the encoder has no limit."""
 _KEPT = 2
@@ -106,15 +104,24 @@ class Encoder:
         name = hashlib.sha256(given.numpy().tobytes() + repr(tuple(given.shape)).encode()).hexdigest()
         if name not in self._known:
             states = self.module(given[None].to(self._runner.device)).last_hidden_state[0]
-            layers = [layer.cross for layer in self._runner.weights.layers if layer.cross is not None]
-            shape, dtype = self._runner.shape, self._runner.dtype
             quoted = tuple(given.tolist()) if self.text is not None and self.text.quotable else ()
-            self._known[name] = encoded(layers, states, shape.head_dim, dtype, name, quoted)
+            self._known[name] = self.project(states, name, quoted)
         self._known.move_to_end(name)
         found = self._known[name]
         while len(self._known) > _KEPT:
             self._known.popitem(last=False)
         return found
+
+
+    def project(self, states: Tensor, name: str, ids: tuple[int, ...] = ()) -> Encoded:
+        """What the decoder reads of states [places, hidden] of the module; `name` and `ids` as of `Encoded`."""
+        layers = [layer.cross for layer in self._runner.weights.layers if layer.cross is not None]
+        return encoded(layers, states, self._runner.shape.head_dim, self._runner.dtype, name, ids)
+
+
+def reads_text(config: Any) -> bool:
+    """Whether a model has an encoder of text; some types have decoders by themselves too."""
+    return config.model_type in (*BART, *T5) and bool(getattr(config, "is_encoder_decoder", False))
 
 
 def text_source(config: Any, generation_config: Any) -> TextSource | None:
@@ -123,7 +130,7 @@ def text_source(config: Any, generation_config: Any) -> TextSource | None:
     Raises:
         Unsupported: nothing says how an answer begins.
     """
-    if config.model_type not in OF_TEXT:
+    if not reads_text(config):
         return None
     said = (getattr(one, name, None) for name in ("decoder_start_token_id", "bos_token_id")
             for one in (generation_config, config))
@@ -144,11 +151,11 @@ def encoder_of(
         Unsupported: a tensor is missing or does not fit.
     """
     start = ENCODERS.get(config.model_type)
-    if start is None or not isinstance(runner, PackedRunner):
+    if start is None or not config.is_encoder_decoder or not isinstance(runner, PackedRunner):
         return None
     from transformers import AutoModel
 
-    if config.model_type in OF_TEXT:
+    if reads_text(config):
         source = EncoderDecoderSource(source, config)
     with torch.device("meta"):
         module = AutoModel.from_config(config).get_encoder()

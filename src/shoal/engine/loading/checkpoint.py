@@ -157,7 +157,8 @@ class Checkpoint:
     @property
     def encodes(self) -> bool:
         """Whether the model has an encoder, beside which Shoal runs its decoder. Its usual dtype is float32."""
-        return self._gguf is None and self._model_type in ENCODERS
+        beside = self._gguf is None and self._model_type in ENCODERS
+        return beside and bool(self._config_json.get("is_encoder_decoder", True))
 
     @property
     def _model_type(self) -> str:

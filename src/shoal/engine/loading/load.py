@@ -22,7 +22,7 @@ from shoal.engine.memory.footprint import weights_on_disk
 from shoal.engine.memory.memory_limit import MemoryLimit
 from shoal.errors import OutOfMemory, Unsupported
 from shoal.model.config import layers_of, masked_of, parallel_token
-from shoal.model.encoder import ENCODERS, OF_TEXT, encoder_of, encoding
+from shoal.model.encoder import ENCODERS, encoder_of, encoding, reads_text
 from shoal.model.hf import HFRunner
 from shoal.model.packed import build as packed
 from shoal.model.packed.linear import Quant
@@ -138,7 +138,7 @@ def engine_for(
     compat.tell_untested()
     _check_decoder(model.config)
     runner: ModelRunner | str = ""
-    if model.config.model_type in OF_TEXT:
+    if reads_text(model.config):
         return _beside_encoder(model, tokenizer, name, quant)
     if backend != "hf":
         embedding = model.get_input_embeddings().weight

@@ -27,7 +27,7 @@ from shoal.errors import Unsupported
 from shoal.model.config import context_of, widths_of, windows_of
 from shoal.model.kv.chunk import Chunk
 from shoal.model.layers.latent import LatentSizes
-from shoal.model.packed.classics import Order, viewed
+from shoal.model.packed.classics import BART, T5, Order, viewed
 from shoal.model.packed.experts import ExpertShape, expert_shape, with_experts
 from shoal.model.packed.kinds import CLASSICS, HYBRIDS, MODELS, LayerKind, Names
 from shoal.model.packed.latent import latent_scale, latent_sizes
@@ -319,6 +319,8 @@ def shape_of(config: Any, dtype: torch.dtype = torch.float64) -> Shape:
         raise _misfit(text, f"the packed block fits {', '.join(MODELS)}")
     if not any(type(text) in known for known in (CAUSAL, SEQ_TO_SEQ, OWN_CONFIGS.values())):
         raise _misfit(text, "its code comes with the checkpoint, not with transformers")
+    if text.model_type in (*BART, *T5) and not text.is_encoder_decoder:
+        raise _misfit(text, "it has no encoder (is_encoder_decoder)")
     text = viewed(text)
     activation = getattr(text, "hidden_activation", None) or getattr(text, "hidden_act", "silu")
     if not isinstance(activation, str) or activation not in _ACTIVATIONS:
