@@ -34,6 +34,7 @@ def test_completions_answer_sources(server: Running) -> None:
     found = create(model=MODEL, prompt=TEXTS, max_tokens=8, temperature=0)
     assert [one.text for one in found.choices] == [one.text for one in wanted]
     assert found.usage.prompt_tokens == sum(len(text) + 2 for text in TEXTS)  # an end, and the answer's beginning
+    assert create(model=MODEL, prompt=TEXTS, max_tokens=8).choices == found.choices  # as translators decode
     ids = create(model=MODEL, prompt=[*TEXTS[0].encode(), END], max_tokens=8, temperature=0)
     assert ids.choices[0].text != wanted[0].text  # bytes are no ids of this tokenizer, but ids are a source too
     parts = create(model=MODEL, prompt=TEXTS[0], max_tokens=8, temperature=0, stream=True)

@@ -112,7 +112,7 @@ def test_greedy_answers_are_those_of_transformers(kind: str) -> None:
 def test_what_a_generation_config_forces_is_forced(kind: str, tmp_path: Path) -> None:
     model = model_of(kind)
     forced = {"forced_bos_token_id": 44, "forced_eos_token_id": END, "no_repeat_ngram_size": 2,
-              "encoder_no_repeat_ngram_size": 1}
+              "encoder_no_repeat_ngram_size": 1, "min_length": NEW - 2, "eos_token_id": list(range(10, 200))}
     for name, value in forced.items():
         setattr(model.generation_config, name, value)
     engine = shoal.load(write(tmp_path / "model", model))
@@ -184,6 +184,13 @@ def test_plans_are_the_same_in_plain_torch(kind: str, method: Any) -> None:
     for source in SOURCES[:2]:
         found, wanted = (engine.generate(source, **asked) for engine in (engine_of(kind), torch_engine(kind)))
         assert found.tokens == wanted.tokens and found.stats.mean_layers == wanted.stats.mean_layers
+
+
+def test_beams_are_missed_in_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = model_of("bart")
+    model.generation_config.num_beams = 4
+    shoal.load(write(tmp_path / "model", model))
+    assert "asks for 4 beams (num_beams), which Shoal does not have" in caplog.text
 
 
 def test_text_is_the_source_and_its_answer_is_text() -> None:

@@ -144,6 +144,9 @@ def _is_default(config: Any, token: int) -> bool:
 def generation_settings(generation_config: Any) -> Mapping[str, Any]:
     """The fields that ask for something, with their values."""
     found = {name: getattr(generation_config, name, None) for name in FIELDS}
+    least, ends = getattr(generation_config, "min_length", None), [*_ids(generation_config)]
+    if least and ends:
+        found = {"min_length": (least, ends), **found}
     tokens = ("forced_bos_token_id", "forced_eos_token_id")  # 0 is one
     return {name: value for name, value in found.items() if value or (name in tokens and value is not None)}
 
@@ -170,6 +173,7 @@ def processors(
         "encoder_no_repeat_ngram_size": lambda size: hf.EncoderNoRepeatNGramLogitsProcessor(
             size, ids if source is None else torch.tensor([list(source)], device=device)),
         "bad_words_ids": hf.NoBadWordsLogitsProcessor,
+        "min_length": lambda asked: hf.MinLengthLogitsProcessor(*asked, device=device),
         "forced_bos_token_id": hf.ForcedBOSTokenLogitsProcessor,
         "forced_eos_token_id": lambda token: hf.ForcedEOSTokenLogitsProcessor(length + most, token, device),
         "suppress_tokens": lambda tokens: hf.SuppressTokensLogitsProcessor(tokens, device),

@@ -166,7 +166,19 @@ def _beside_encoder(model: Any, tokenizer: Any, name: str, quant: Quant | None) 
     generation, origin = getattr(model, "generation_config", None), getattr(config, "_name_or_path", "")
     made = _engine(runner, tokenizer, config, generation, name or origin or type(model).__name__, None, None)
     made.encoder = encoding(model.get_encoder(), runner, origin, config, generation)
-    return made
+    return _of_source(made, generation)
+
+
+def _of_source(engine: Engine, generation: Any) -> Engine:
+    """The same engine, of which answers about a text are the likeliest ones unless its files or a request say more."""
+    if engine.encoder is None or engine.encoder.text is None:
+        return engine
+    engine.sampling = {"temperature": 0.0, **engine.sampling}
+    beams = getattr(generation, "num_beams", None) or 1
+    if beams > 1:
+        log.warning("the generation config asks for %d beams (num_beams), which Shoal does not have: it takes the "
+                    "likeliest token at each place", beams)
+    return engine
 
 
 def _engine(
@@ -252,7 +264,7 @@ def _from_files(
         generation = files.generation_config()
         made = _engine(runner, tokenizer, config, generation, files.name, card, files)
         made.encoder = None if source is None else encoder_of(config, source, runner, files.place, generation)
-        return made
+        return _of_source(made, generation)
     if files.encodes:
         raise Unsupported(f"model type {config.model_type!r} on transformers' modules", "Shoal runs its decoder packed",
                           'Use safetensors, and backend="packed"')
