@@ -211,11 +211,25 @@ def test_an_answer_may_be_begun_beside_a_source() -> None:
 
 
 def test_what_is_kept_serves_its_own_source_alone() -> None:
-    engine, asked = engine_of("t5"), {"max_new_tokens": NEW, "ignore_eos": True}
+    engine, found, cached = engine_of("marian"), [], []
+    assert engine.encoder is not None
+    asked = [{"max_new_tokens": NEW, "ignore_eos": True, "source": engine.encoder.read(source)}
+             for source in (*SOURCES[:2], SOURCES[0])]
     with Scheduler(engine, prefix_bytes=1 << 24) as scheduler:
-        found = [tuple(step.token for step in scheduler.submit(source, n=2, **asked) if step.seq == 0)
-                 for source in (*SOURCES[:2], SOURCES[0])]
-    assert found == [engine.generate(source, **asked).tokens for source in (*SOURCES[:2], SOURCES[0])]
+        for options in asked:
+            handle = scheduler.submit(PROMPT, **options)
+            found.append(tuple(step.token for step in handle))
+            cached.append(handle.entries[0].seq.cached)
+    assert found == [engine.generate(PROMPT, **options).tokens for options in asked]
+    assert cached == [0, 0, len(PROMPT) - 1] and found[0] != found[1]
+
+
+def test_a_scheduler_reads_prompts_as_sources() -> None:
+    engine, asked = engine_of("t5"), {"max_new_tokens": NEW, "ignore_eos": True}
+    with Scheduler(engine) as scheduler:
+        handles = [scheduler.submit(source, n=2, **asked) for source in SOURCES]
+        found = [tuple(step.token for step in handle if step.seq == 1) for handle in handles]
+    assert found == [engine.generate(source, **asked).tokens for source in SOURCES]
 
 
 @pytest.mark.parametrize("kind", OTHERS)
