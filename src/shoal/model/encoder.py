@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shoal.errors import Unsupported
 from shoal.model.encoder_decoder import EncoderDecoderSource, vocabulary
+from shoal.model.gguf.source import GgufSource
 from shoal.model.layers.cross_attention import Encoded, encoded
 from shoal.model.packed.classics import BART, T5
 from shoal.model.packed.runner import PackedRunner
@@ -155,7 +156,7 @@ def encoder_of(
         return None
     from transformers import AutoModel
 
-    if reads_text(config):
+    if reads_text(config) and not isinstance(source, GgufSource):
         source = EncoderDecoderSource(source, config)
     with torch.device("meta"):
         module = AutoModel.from_config(config).get_encoder()

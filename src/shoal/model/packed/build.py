@@ -207,7 +207,7 @@ def build(
     if config.get_text_config().model_type in BY_COLUMNS and not isinstance(file, GgufSource):
         source = ColumnsAsRows(source, BY_COLUMNS[config.get_text_config().model_type])
     if config.model_type in (*BART, *T5):
-        source = EncoderDecoderSource(source, config)
+        source = source if isinstance(file, GgufSource) else EncoderDecoderSource(source, config)
         shape = replace(shape, tied=shape.tied or not source.has("lm_head.weight"))
     if config.model_type in PUBLISHED and not isinstance(plain, ModelSource | GgufSource):
         source = PublishedNames(source, PUBLISHED[config.model_type])
