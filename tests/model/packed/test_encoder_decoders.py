@@ -272,6 +272,13 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
         shoal.load().generate("a", method={"method": "draft_model", "method_args": {"draft": f"{home().name}/bart"}})
     with pytest.raises(Unsupported, match="scores depend on how far apart tokens are"):
         engine_of("t5").generate(SOURCES[0], method="streaming_llm", max_new_tokens=4)
+    for model in (f"{home().name}/bart", known("bart")):
+        with pytest.raises(Unsupported, match="'bart' on transformers' modules: Shoal runs its decoder packed"):
+            shoal.load(model, backend="hf")
+    with pytest.raises(Unsupported, match="a transform of a model with an encoder: its files hold two stacks"):
+        shoal.load(f"{home().name}/bart", transform=shoal.DropLayers([1]))
+    with pytest.raises(Unsupported, match="a card of a model with an encoder: layers are measured on texts"):
+        shoal.quick_card(engine)
     model = model_of("mbart", decoder_start_token_id=None, bos_token_id=None)
     model.generation_config.decoder_start_token_id = model.generation_config.bos_token_id = None
     with pytest.raises(Unsupported, match="without a decoder_start_token_id"):

@@ -99,6 +99,9 @@ def load(
             return _shared(files, tokenizer, kind, where)
         if transform is not None:
             _check_decoder(files.config())
+            if files.encodes:
+                raise Unsupported("a transform of a model with an encoder", "its files hold two stacks of layers",
+                                  "Give a method that runs fewer layers, such as d3")
             files = Checkpoint(model, revision, trust_remote_code, transform)
         if limit is not None and transform is None:
             limit.check_weights(f"the model {model!r}", weights_on_disk(str(files.file or files.place), kind, quant))
@@ -106,6 +109,8 @@ def load(
     if transform is not None:
         remedy = "Give its folder, Hub id or GGUF file"
         raise Unsupported("a transform of a loaded model", "it is never changed, and would be held twice", remedy)
+    if backend == "hf" and hasattr(model, "config") and reads_text(model.config):
+        raise _on_modules(model.config)
     if dtype is not None or device is not None:
         raise ValueError("dtype and device belong to models that Shoal loads itself; a model that you hand over is "
                          "never changed. Convert it before, with model.to(...)")
@@ -167,6 +172,11 @@ def _beside_encoder(model: Any, tokenizer: Any, name: str, quant: Quant | None) 
     made = _engine(runner, tokenizer, config, generation, name or origin or type(model).__name__, None, None)
     made.encoder = encoding(model.get_encoder(), runner, origin, config, generation)
     return _of_source(made, generation)
+
+
+def _on_modules(config: Any) -> Unsupported:
+    return Unsupported(f"model type {config.model_type!r} on transformers' modules", "Shoal runs its decoder packed",
+                       'Use safetensors, and backend="packed"')
 
 
 def _of_source(engine: Engine, generation: Any) -> Engine:
@@ -235,6 +245,9 @@ def _shared(files: Checkpoint, tokenizer: Any, dtype: torch.dtype, device: torch
     others = ranks.join(device)
     config = files.config()
     _check_decoder(config)
+    if files.encodes:
+        raise Unsupported("tensor parallelism of a model with an encoder", "its decoder is packed for one process",
+                          "Use one process")
     check_modules(config, "tensor parallelism", "Use one process")
     ranks.check_model(config, others)
     tokenizer = files.tokenizer(tokenizer)
@@ -266,8 +279,7 @@ def _from_files(
         made.encoder = None if source is None else encoder_of(config, source, runner, files.place, generation)
         return _of_source(made, generation)
     if files.encodes:
-        raise Unsupported(f"model type {config.model_type!r} on transformers' modules", "Shoal runs its decoder packed",
-                          'Use safetensors, and backend="packed"')
+        raise _on_modules(config)
     with naming(lambda: (f"the model {files.name!r} in {dtype}", _SMALLER)):
         with in_transformers(config):
             model = files.model(dtype)
