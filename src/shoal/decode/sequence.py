@@ -87,6 +87,16 @@ class SequenceState:
     alternatives: tuple[Alternative, ...] = ()
 
     @property
+    def quotable(self) -> list[int]:
+        """Tokens that an answer may quote: those of its source, the prompt's, and its own."""
+        return self.tokens if self.source is None else [*self.source.ids, *self.tokens]
+
+    @property
+    def read(self) -> int:
+        """Tokens that were read: those of the source, and the prompt's."""
+        return self.prompt_length + (0 if self.source is None else len(self.source.ids))
+
+    @property
     def emitted(self) -> int:
         """Tokens generated so far: the step index of the last token."""
         return len(self.tokens) - self.prompt_length

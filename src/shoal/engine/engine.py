@@ -94,8 +94,9 @@ class Engine:
         adapters: what runs beside the model for requests that name it, by name; see `add_adapter`.
         adapter: the one of them for requests that name none; "" for none.
         sampling_from: where that stands: "files", the address that the table of short names gives, or "" for nowhere.
-        encoder: reads a source, for models that have one; None for others. What it returns is a request's `source`.
-        vision: reads pictures, likewise.
+        encoder: reads a source, for models that have one; None for others. What it returns is a request's `source`. One
+            of text reads prompts of requests without a source, which are then answered from the decoder's first token.
+        vision: reads pictures of chats; None for models that do not see, or that Shoal runs as text models.
         unpacked: why transformers' modules run, where Shoal's packed layers were wanted and do not fit; "" otherwise.
     """
 
@@ -283,20 +284,30 @@ class Engine:
 
     def _asked(self, prompt: Any, options: Mapping[str, Any]) -> tuple[Request, list[list[int]], int]:
         """Options, as they fit into the memory, and prompts, checked, and how many of these fit at a time."""
-        request, sources = Request.from_options(options), list[Pictures | None]()
-        ids = list[list[int]]()
-        for one in prompt if is_batch(prompt) else [prompt]:
-            told, pictures = self._read(one)
-            ids.append(prompt_ids(told, self.tokenizer, self.runner.vocab_size, self.runner.max_positions))
-            sources.append(pictures)
-        if any(sources):
-            request = replace(request, source=tuple(sources))
+        request, ids = self.read(prompt if is_batch(prompt) else [prompt], Request.from_options(options))
         if self.limit is None:
             return request, ids, len(ids)
         plan = self.limit.plan(self, ids, request)
         if plan.changed:
             self._say_once(f"to stay within {shown(int(self.limit.memory))}: {plan.changed}")
         return replace(request, method=plan.method), ids, plan.seqs
+
+    def read(self, prompts: Sequence[Any], request: Request) -> tuple[Request, list[list[int]]]:
+        """Prompts as token ids, and the request with their sources: texts for an encoder, or pictures in chats.
+
+        Raises:
+            ValueError: a prompt is empty or too long, or a picture is refused.
+        """
+        encoder = self.encoder
+        if encoder is not None and encoder.text is not None and request.source is None:
+            texts = [prompt_ids(one, self.tokenizer, encoder.text.vocabulary, None) for one in prompts]
+            with self.turn():
+                sources = tuple(map(encoder.read, texts))
+            return _with_sources(request, sources), [[encoder.text.start] for _ in texts]
+        pairs = [self._read(one) for one in prompts]
+        ids = [prompt_ids(told, self.tokenizer, self.runner.vocab_size, self.runner.max_positions) for told, _ in pairs]
+        pictures = tuple(seen for _, seen in pairs)
+        return _with_sources(request, pictures) if any(pictures) else request, ids
 
     def _read(self, prompt: Any) -> tuple[Any, Pictures | None]:
         """A prompt; of a chat with pictures its ids, and these."""
@@ -359,7 +370,8 @@ class Engine:
         seqs = []
         for number, (tokens, stop, source, wanted) in enumerate(asked):
             bound = None if wanted is None else self.constraints(wanted, stop.room, tokens, patient)
-            own = self._generation_processors(tokens, request.max_new_tokens)
+            own = self._generation_processors(
+                tokens, request.max_new_tokens, source=None if source is None else source.ids or None)
             seqs.append(RunningSequence(
                 number=number, seq_id=number, tokens=list(tokens), prompt_length=len(tokens), stop=stop,
                 sampling=request.sampling, seed=seed, plan=recipe.plan, salt=request.cache_salt, adapter=adapter,
@@ -397,3 +409,8 @@ class Engine:
     def share_turns(self, turns: FairTurns) -> None:
         """Run no forward while another engine that shares these turns does; to be called before the first one."""
         self._turn = turns.of(self._turn)
+
+
+def _with_sources(request: Request, sources: tuple[Any, ...]) -> Request:
+    """The request with a source for each prompt."""
+    return replace(request, source=sources if len(sources) > 1 else sources[0])

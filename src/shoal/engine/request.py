@@ -190,7 +190,7 @@ class Request:
         if wanted and not all(isinstance(one, Encoded) for one in found):
             raise ValueError("the model has an encoder and reads a source; give source=engine.encoder(inputs)")
         if sees and not all(one is None or isinstance(one, Pictures) for one in found):
-            raise ValueError("the source is not pictures; give what engine.vision.read(messages) returns")
+            raise ValueError("the source is no pictures; give a chat with pictures as the prompt, and no source")
         return [one.laid(ids) if isinstance(one, Pictures) else one for one, ids in zip(found, prompts, strict=True)]
 
     def rules(self, eos: frozenset[int], max_length: int | None) -> StopRules:

@@ -37,6 +37,9 @@ class Session:
         if engine.family == "whisper":
             raise Unsupported(f"a chat with {engine.model_name or 'this model'}", "it hears speech",
                               "Use `shoal transcribe`, or shoal.speech.transcribe.Transcriber(engine)")
+        if engine.encoder is not None:
+            raise Unsupported(f"a chat with {engine.model_name or 'this model'}", "its encoder reads one source",
+                              "Use engine.generate with the text, or `shoal generate`")
         if not getattr(engine.tokenizer, "chat_template", None):
             raise Unsupported(f"a chat with {engine.model_name or 'this model'}", "its tokenizer has no chat template",
                               "Use engine.generate with a prompt of your own, or set tokenizer.chat_template")

@@ -8,6 +8,7 @@ included, and scores [1, V].
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +23,8 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from shoal import compat
 from shoal.decode.sequence import SequenceState
 from shoal.errors import Unsupported
+from shoal.model.encoder import Encoder
+from shoal.model.layers.cross_attention import Encoded
 
 _NEUTRAL = ("use_cache", "logits_to_keep")
 """Arguments about how the model's own forward runs; Shoal does not call it, and the output is the same."""
@@ -178,6 +181,22 @@ def left_padding(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> list[int
     return (~seen).sum(1).tolist()
 
 
+def sources(model_kwargs: dict[str, Any], encoder: Encoder) -> list[Encoded]:
+    """What an encoder-decoder's encoder made of each row, taken out of the arguments, which then are the decoder's.
+
+    Raises:
+        Unsupported: there is none.
+    """
+    outputs, mask = model_kwargs.pop("encoder_outputs", None), model_kwargs.pop("attention_mask", None)
+    model_kwargs["attention_mask"] = model_kwargs.pop("decoder_attention_mask", None)
+    if outputs is None:
+        raise Unsupported("an encoder-decoder without encoder_outputs", "its decoder reads them", "Call model.generate")
+    rows = outputs[0]
+    seen = torch.ones(rows.shape[:2], dtype=torch.bool) if mask is None else mask.bool()
+    found = [states[own.to(states.device)] for states, own in zip(rows, seen, strict=True)]
+    return [encoder.project(one, hashlib.sha256(one.cpu().float().numpy().tobytes()).hexdigest()) for one in found]
+
+
 def check_shape(input_ids: Any) -> None:
     """Raise ValueError unless `input_ids` is [B, T] of whole numbers."""
     if not isinstance(input_ids, Tensor):
@@ -245,12 +264,13 @@ def sequences(input_ids: Tensor, seqs: Sequence[SequenceState], pad: int) -> Ten
 
 def output(ids: Tensor, seqs: Sequence[SequenceState], records: Sequence[Record], config: Any) -> Any:
     """The output object of `generate` with `return_dict_in_generate`, with scores and logits if asked for."""
-    from transformers.generation import GenerateDecoderOnlyOutput
+    from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
     kept = [(record, seq.emitted) for record, seq in zip(records, seqs, strict=False)]  # a cut draft recorded more
     scores = _steps([record.scores[:size] for record, size in kept]) if config.output_scores else None
     logits = _steps([record.logits[:size] for record, size in kept]) if config.output_logits else None
-    return GenerateDecoderOnlyOutput(sequences=ids, scores=scores, logits=logits)
+    kind = GenerateDecoderOnlyOutput if all(seq.source is None for seq in seqs) else GenerateEncoderDecoderOutput
+    return kind(sequences=ids, scores=scores, logits=logits)
 
 
 def _steps(seqs: Sequence[list[Tensor]]) -> tuple[Tensor, ...]:

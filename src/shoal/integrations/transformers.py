@@ -33,6 +33,8 @@ from shoal.integrations._sequences import Ending, Record, SequenceProcessors
 from shoal.integrations.generation_config import check
 from shoal.methods import make
 from shoal.methods.base import Method
+from shoal.model.encoder import reads_text
+from shoal.model.layers.cross_attention import Encoded
 from shoal.types import Sampling
 
 KEY = "shoal"
@@ -178,11 +180,16 @@ class _GenerateCall:
         check(self.config)
         ending = Ending.of(self.criteria, self.config.max_length, self.input_ids.shape[1])
         self._check_batch(streamer, ending)
-        padding = _sequences.left_padding(self.input_ids, model_kwargs)
-        engine = engine_of(self.model)
+        given, sources, engine = dict(model_kwargs), None, None
+        if reads_text(self.model.config):
+            engine = engine_of(self.model)
+            assert engine.encoder is not None
+            sources = _sequences.sources(given, engine.encoder)
+        padding = _sequences.left_padding(self.input_ids, given)
+        engine = engine or engine_of(self.model)
         keeps_scores = self.config.return_dict_in_generate and (self.config.output_scores or self.config.output_logits)
         records = [Record() for _ in padding] if keeps_scores else None
-        seqs = self._seqs(engine, ending, padding, records)
+        seqs = self._seqs(engine, ending, padding, records, sources or [None] * len(padding))
         cache = engine.cache_for(seqs, ending.limit)
         with Stream(engine, seqs, cache, prefill_chunk=self.config.prefill_chunk_size) as stream:
             if streamer is not None:
@@ -194,7 +201,8 @@ class _GenerateCall:
         return _sequences.output(ids, seqs, records or (), self.config) if self.config.return_dict_in_generate else ids
 
     def _seqs(
-        self, engine: Engine, ending: Ending, padding: Sequence[int], records: Sequence[Record] | None
+        self, engine: Engine, ending: Ending, padding: Sequence[int], records: Sequence[Record] | None,
+        sources: Sequence[Encoded | None],
     ) -> list[RunningSequence]:
         sampled = bool(self.config.do_sample)
         recipe = engine.recipe(self.method, ending.limit)
@@ -210,7 +218,7 @@ class _GenerateCall:
                 number=number, seq_id=number, tokens=ids[skip:], prompt_length=len(ids) - skip,
                 stop=StopState(rules, None, ids), plan=recipe.plan, recipe=recipe,
                 sampling=Sampling(temperature=1.0 if sampled else 0.0),
-                processors=self._processors_for(number, skip), seed=seed, record=record,
+                processors=self._processors_for(number, skip), seed=seed, record=record, source=sources[number],
             ))  # fmt: skip
         return seqs
 
@@ -262,4 +270,6 @@ def _shape(model: Any) -> object:
     """The facts about the model that its engine relies on."""
     modules = tuple(map(id, model.modules()))
     tensors = tuple((parameter.dtype, parameter.device) for parameter in model.parameters())
-    return modules, tensors, getattr(model.config, "_attn_implementation", None)
+    copied = model.parameters() if reads_text(model.config) else ()
+    sums = tuple(float(parameter.detach().sum()) for parameter in copied)  # of a decoder that is packed
+    return modules, tensors, sums, getattr(model.config, "_attn_implementation", None)

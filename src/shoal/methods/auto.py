@@ -208,7 +208,7 @@ class CautiousDrafter(Drafter):
         shared, others, earlier = self._proposer.chances, self._proposer.others, self._proposer.earlier
         self._proposer.judge.drafter.begin()
         texts = earlier.of(seq.salt), (Chances(others), others)
-        return SuffixMatcher((Chances(shared), shared), seq.prompt_length, texts)
+        return SuffixMatcher((Chances(shared), shared), seq.read, texts)
 
     def end(self, seqs: Sequence[SequenceState]) -> None:
         """Keep what was answered, and the end of what was asked before it."""
@@ -225,7 +225,7 @@ class CautiousDrafter(Drafter):
         """A chain per sequence; the last token alone where no guess pays."""
         matchers = [self._matchers[seq] for seq in seqs]
         for seq, matcher in zip(seqs, matchers, strict=True):
-            matcher.read(seq.tokens)
+            matcher.read(seq.quotable)
         self._helped, self._followed = 0, any([matcher.place is not None for matcher in matchers])
         spare = self._spare(seqs)
         gained = any([self._budgets[seq].gained > 0 for seq in seqs])
@@ -293,4 +293,4 @@ class CautiousDrafter(Drafter):
 def _chain(seq: SequenceState, matcher: SuffixMatcher, length: int) -> TokenTree:
     if not length:
         return TokenTree.root(seq.tokens[-1])
-    return TokenTree.chain([seq.tokens[-1], *matcher.guesses(seq.tokens, length)])
+    return TokenTree.chain([seq.tokens[-1], *matcher.guesses(seq.quotable, length)])

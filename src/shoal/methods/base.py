@@ -44,8 +44,8 @@ def check_order(name: str, recipe: Recipe, info: ModelInfo) -> None:
 def check_distances(name: str, recipe: Recipe, info: ModelInfo) -> None:
     """Refuse, by Unsupported, to give up slots between others where scores depend on how far apart they are."""
     if info.by_distance and recipe.keep is not None:
-        raise Unsupported(name, "this model's scores depend on how far apart tokens are (ALiBi), which leaving some of "
-                          "them out would change", "Use kv_int8")
+        raise Unsupported(name, "this model's scores depend on how far apart tokens are (ALiBi, T5), which leaving "
+                          "some of them out would change", "Use kv_int8")
 
 
 def lost_kind(name: str, recipe: Recipe, info: ModelInfo) -> str | None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PromptLookup(DraftingMethod, Proposer):
-    """What followed the last few tokens before, in the prompt or the answer, is guessed to follow again.
+    """What followed the last few tokens before, in source, prompt or answer, is guessed to follow again.
 
     The guess is what came after the latest earlier occurrence of the longest suffix that has one. A guess that runs
     into the end of the text goes on with what it has just guessed, so a short period is continued to any length. It
@@ -61,8 +61,9 @@ class PromptLookup(DraftingMethod, Proposer):
 
     def _chain(self, seq: SequenceState, index: Index, limit: int) -> TokenTree:
         """The last token alone where nothing matches."""
-        place = index.find(seq.tokens)
-        guesses = [] if place is None else continuation(seq.tokens, place, min(self.length, limit))
+        text = seq.quotable
+        place = index.find(text)
+        guesses = [] if place is None else continuation(text, place, min(self.length, limit))
         return TokenTree.chain([seq.tokens[-1], *guesses])
 
 

@@ -39,7 +39,8 @@ def check_sizes(config: Any) -> None:
 
 def layers_of(config: Any) -> int:
     """Number of decoder layers; in configs of encoder-decoders, `num_hidden_layers` counts the encoder's."""
-    return int(getattr(config, "decoder_layers", None) or config.num_hidden_layers)
+    own = (getattr(config, name, None) for name in ("decoder_layers", "num_decoder_layers"))
+    return int(next(filter(None, own), None) or config.num_hidden_layers)
 
 
 def layer_types(config: Any) -> Sequence[str] | None:

@@ -155,7 +155,7 @@ class Answer:
     def usage(self) -> dict[str, Any]:
         """Tokens read and generated, each prompt counted once; drafted tokens and thoughts too, if there were any."""
         firsts = [handle.entries[0].seq for handle in self.handles]
-        read = sum(seq.prompt_length for seq in firsts)
+        read = sum(seq.read for seq in firsts)
         made = sum(len(entry.seq.steps) for entry in self.entries)
         drafted = sum(entry.seq.ledger.drafted for entry in self.entries)
         kept = sum(entry.seq.ledger.accepted for entry in self.entries)

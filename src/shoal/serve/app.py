@@ -19,7 +19,7 @@ from starlette.middleware.cors import CORSMiddleware
 from shoal import __version__
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.serve import docs_page
-from shoal.serve.errors import LOG, ApiError, failed, hears, no_model
+from shoal.serve.errors import LOG, ApiError, failed, hears, no_chat, no_model
 from shoal.serve.handler import RequestHandler
 from shoal.serve.metrics import Metrics
 from shoal.serve.middleware import LOCAL, Gate
@@ -120,6 +120,10 @@ async def _hears(request: Request) -> Response:
     raise hears()
 
 
+async def _no_chat(request: Request) -> Response:
+    raise no_chat()
+
+
 def add_post(app: FastAPI, path: str, answer: Callable[..., Any]) -> None:
     """Add one of these routes."""
     kind = BODIES[path]
@@ -170,7 +174,11 @@ def model_routes(scheduler: Scheduler, settings: Settings, metrics: Metrics) -> 
         "/playground/call": page.call,
     }
     if engine.encoder is not None:
-        posts |= dict.fromkeys(_OF_TEXT, _hears)
+        refusal = _hears if engine.encoder.text is None else _no_chat
+        answered = posts["/v1/completions"]
+        posts |= dict.fromkeys(_OF_TEXT, refusal)
+        if engine.encoder.text is not None:
+            posts["/v1/completions"] = answered
     reads = {"/props": tokens.props, "/playground/model": model, "/playground/tools": page.tools,
              "/api/tags": ollama.tags, "/api/ps": ollama.running}
     return ModelRoutes(shown(posts, settings), shown(reads, settings))

@@ -64,6 +64,12 @@ def hears() -> ApiError:
     return ApiError(400, "this model hears speech; send a file to /v1/audio/transcriptions", param="model")
 
 
+def no_chat() -> ApiError:
+    """A 400 for more than a prompt to a model whose encoder reads one."""
+    return ApiError(400, "this model answers a prompt that its encoder reads, and does nothing else; send the text to "
+                    "/v1/completions", param="model")
+
+
 def refused(param: str, message: str) -> ApiError:
     """A 400 about one field."""
     return ApiError(400, message, param=param)

@@ -201,6 +201,9 @@ class RequestHandler:
         """The echoed prompt of each choice."""
         if not body.echo:
             return [Echo()] * (len(prompts) * body.n)
+        if self._scheduler.engine.encoder is not None:
+            raise refused("echo", "echo is true, and the prompt is read by the model's encoder, whose tokens have no "
+                                  "log-probabilities; leave it out")
         try:
             engine = self._scheduler.engine
             adapter = engine.fitted_adapter(self._settings.adapter_of(body.model))

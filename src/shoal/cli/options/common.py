@@ -335,4 +335,6 @@ def encode(engine: Engine, prompt: str, raw: bool) -> list[int]:
     tokenizer = engine.tokenizer
     chat = not raw and getattr(tokenizer, "chat_template", None)
     given = chat_ids([{"role": "user", "content": prompt}], tokenizer) if chat else prompt
+    if engine.encoder is not None and engine.encoder.text is not None:
+        return prompt_ids(prompt, tokenizer, engine.encoder.text.vocabulary, None)
     return prompt_ids(given, tokenizer, engine.runner.vocab_size, engine.runner.max_positions)

@@ -25,6 +25,7 @@ from shoal.engine.cards.card import BEARABLE, FORMAT, Card
 from shoal.engine.cards.divergence import DivergenceSums, Judged, Text
 from shoal.engine.engine import Engine
 from shoal.engine.request import prompt_ids
+from shoal.errors import Unsupported
 from shoal.methods.d3 import D3
 
 log = logging.getLogger(__name__)
@@ -99,7 +100,11 @@ def measure_card(
     Raises:
         OutOfTime: the time did not suffice for a single text.
         ValueError: there is no text to judge by.
+        Unsupported: the model has an encoder.
     """
+    if engine.encoder is not None:
+        raise Unsupported("a card of a model with an encoder", "layers are measured on texts without a source",
+                          "Leave layers out by their position")
     effort = effort or Effort()
     began = time.monotonic()
 

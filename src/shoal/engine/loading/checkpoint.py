@@ -21,6 +21,7 @@ from shoal.hub.names import entry_of
 from shoal.hub.places import find
 from shoal.model.config import WIDTHS, check_sizes
 from shoal.model.encoder import ENCODERS
+from shoal.model.gguf.encoder_decoders import ENCODER_DECODERS
 from shoal.model.gguf.header import is_gguf
 from shoal.model.gguf.splits import further_beside, only_model
 from shoal.model.lora.adapter import Place, place_in_layers
@@ -157,7 +158,9 @@ class Checkpoint:
     @property
     def encodes(self) -> bool:
         """Whether the model has an encoder, beside which Shoal runs its decoder. Its usual dtype is float32."""
-        return self._gguf is None and self._model_type in ENCODERS
+        if self._gguf is not None:
+            return self._gguf.entry("general.architecture") in ENCODER_DECODERS
+        return self._model_type in ENCODERS and bool(self._config_json.get("is_encoder_decoder", True))
 
     @property
     def _model_type(self) -> str:

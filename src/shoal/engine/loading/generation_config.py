@@ -144,12 +144,22 @@ def _is_default(config: Any, token: int) -> bool:
 def generation_settings(generation_config: Any) -> Mapping[str, Any]:
     """The fields that ask for something, with their values."""
     found = {name: getattr(generation_config, name, None) for name in FIELDS}
+    least, ends = getattr(generation_config, "min_length", None), [*_ids(generation_config)]
+    if least and ends:
+        found = {"min_length": (least, ends), **found}
     tokens = ("forced_bos_token_id", "forced_eos_token_id")  # 0 is one
     return {name: value for name, value in found.items() if value or (name in tokens and value is not None)}
 
 
-def processors(generation_rules: Mapping[str, Any], prompt: Sequence[int], most: int, device: Any) -> tuple[Any, ...]:
-    """Logits processors for one sequence; a forced end comes as the last of `most` tokens."""
+def processors(
+    generation_rules: Mapping[str, Any], prompt: Sequence[int], most: int, device: Any,
+    source: Sequence[int] | None = None,
+) -> tuple[Any, ...]:
+    """Logits processors for one sequence; a forced end comes as the last of `most` tokens.
+
+    Args:
+        source: what an encoder read; None for models without one.
+    """
     if not generation_rules:
         return ()
     import torch
@@ -160,8 +170,10 @@ def processors(generation_rules: Mapping[str, Any], prompt: Sequence[int], most:
     make = {
         "sequence_bias": hf.SequenceBiasLogitsProcessor,
         "no_repeat_ngram_size": hf.NoRepeatNGramLogitsProcessor,
-        "encoder_no_repeat_ngram_size": lambda size: hf.EncoderNoRepeatNGramLogitsProcessor(size, ids),
+        "encoder_no_repeat_ngram_size": lambda size: hf.EncoderNoRepeatNGramLogitsProcessor(
+            size, ids if source is None else torch.tensor([list(source)], device=device)),
         "bad_words_ids": hf.NoBadWordsLogitsProcessor,
+        "min_length": lambda asked: hf.MinLengthLogitsProcessor(*asked, device=device),
         "forced_bos_token_id": hf.ForcedBOSTokenLogitsProcessor,
         "forced_eos_token_id": lambda token: hf.ForcedEOSTokenLogitsProcessor(length + most, token, device),
         "suppress_tokens": lambda tokens: hf.SuppressTokensLogitsProcessor(tokens, device),

@@ -22,12 +22,13 @@ from shoal.engine.memory.footprint import weights_on_disk
 from shoal.engine.memory.memory_limit import MemoryLimit
 from shoal.errors import OutOfMemory, Unsupported
 from shoal.model.config import layers_of, masked_of, parallel_token
-from shoal.model.encoder import ENCODERS, encoder_of
+from shoal.model.encoder import ENCODERS, encoder_of, encoding, reads_text
 from shoal.model.hf import HFRunner
 from shoal.model.packed import build as packed
 from shoal.model.packed.kinds import PLACED
 from shoal.model.packed.linear import Quant
 from shoal.model.packed.native_runner import NativeRunner
+from shoal.model.packed.runner import PackedRunner
 from shoal.model.packed.source import ModelSource, Source
 from shoal.model.parity import OTHER_ARITHMETIC, check_parity, settle_layout
 from shoal.model.probe import in_transformers
@@ -100,6 +101,9 @@ def load(
             return _shared(files, tokenizer, kind, where)
         if transform is not None:
             _check_decoder(files.config())
+            if files.encodes:
+                raise Unsupported("a transform of a model with an encoder", "its files hold two stacks of layers",
+                                  "Give a method that runs fewer layers, such as d3")
             files = Checkpoint(model, revision, trust_remote_code, transform)
         if limit is not None and transform is None:
             limit.check_weights(f"the model {model!r}", weights_on_disk(str(files.file or files.place), kind, quant))
@@ -107,6 +111,8 @@ def load(
     if transform is not None:
         remedy = "Give its folder, Hub id or GGUF file"
         raise Unsupported("a transform of a loaded model", "it is never changed, and would be held twice", remedy)
+    if backend == "hf" and hasattr(model, "config") and reads_text(model.config):
+        raise _on_modules(model.config)
     if dtype is not None or device is not None:
         raise ValueError("dtype and device belong to models that Shoal loads itself; a model that you hand over is "
                          "never changed. Convert it before, with model.to(...)")
@@ -139,6 +145,8 @@ def engine_for(
     compat.tell_untested()
     _check_decoder(model.config)
     runner: ModelRunner | str = ""
+    if reads_text(model.config):
+        return _beside_encoder(model, tokenizer, name, quant)
     if backend != "hf":
         embedding = model.get_input_embeddings().weight
         runner = _pack(model.config, ModelSource(model), embedding.dtype, embedding.device, quant, backend, model)
@@ -155,6 +163,34 @@ def engine_for(
     made = _engine(runner, tokenizer, model.config, generation, name, card, files, model)
     made.unpacked = unpacked
     return made
+
+
+def _beside_encoder(model: Any, tokenizer: Any, name: str, quant: Quant | None) -> Engine:
+    """The engine of a loaded encoder-decoder, whose decoder is packed whatever the backend; its encoder is used."""
+    config, embedding = model.config, model.get_input_embeddings().weight
+    runner = _pack(config, ModelSource(model), embedding.dtype, embedding.device, quant, "packed")
+    assert isinstance(runner, PackedRunner)
+    generation, origin = getattr(model, "generation_config", None), getattr(config, "_name_or_path", "")
+    made = _engine(runner, tokenizer, config, generation, name or origin or type(model).__name__, None, None)
+    made.encoder = encoding(model.get_encoder(), runner, origin, config, generation)
+    return _of_source(made, generation)
+
+
+def _on_modules(config: Any) -> Unsupported:
+    return Unsupported(f"model type {config.model_type!r} on transformers' modules", "Shoal runs its decoder packed",
+                       'Use safetensors, and backend="packed"')
+
+
+def _of_source(engine: Engine, generation: Any) -> Engine:
+    """The same engine, of which answers about a text are the likeliest ones unless its files or a request say more."""
+    if engine.encoder is None or engine.encoder.text is None:
+        return engine
+    engine.sampling = {"temperature": 0.0, **engine.sampling}
+    beams = getattr(generation, "num_beams", None) or 1
+    if beams > 1:
+        log.warning("the generation config asks for %d beams (num_beams), which Shoal does not have: it takes the "
+                    "likeliest token at each place", beams)
+    return engine
 
 
 def _engine(
@@ -211,6 +247,9 @@ def _shared(files: Checkpoint, tokenizer: Any, dtype: torch.dtype, device: torch
     others = ranks.join(device)
     config = files.config()
     _check_decoder(config)
+    if files.encodes:
+        raise Unsupported("tensor parallelism of a model with an encoder", "its decoder is packed for one process",
+                          "Use one process")
     check_modules(config, "tensor parallelism", "Use one process")
     ranks.check_model(config, others)
     tokenizer = files.tokenizer(tokenizer)
@@ -237,12 +276,12 @@ def _from_files(
     packing: Backend = "packed" if files.encodes else backend
     runner = "" if source is None else _pack(config, source, dtype, device, quant, packing)
     if not isinstance(runner, str):
-        made = _engine(runner, tokenizer, config, files.generation_config(), files.name, card, files)
-        made.encoder = None if source is None else encoder_of(config, source, runner, files.place)
-        return _sees(made, config, files)
+        generation = files.generation_config()
+        made = _engine(runner, tokenizer, config, generation, files.name, card, files)
+        made.encoder = None if source is None else encoder_of(config, source, runner, files.place, generation)
+        return _of_source(_sees(made, config, files), generation)
     if files.encodes:
-        raise Unsupported(f"model type {config.model_type!r} on transformers' modules", "Shoal runs its decoder packed",
-                          'Use safetensors, and backend="packed"')
+        raise _on_modules(config)
     with naming(lambda: (f"the model {files.name!r} in {dtype}", _SMALLER)):
         with in_transformers(config):
             model = files.model(dtype)
@@ -302,7 +341,7 @@ def _check_decoder(config: Any) -> None:
         raise Unsupported(f"model type {config.model_type!r}", "it has an encoder", _DECODER_REMEDY)
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
-    known = {config.model_type, config.get_text_config().model_type} & {*CAUSAL, *OWN_CONFIGS, *PLACED}
+    known = {config.model_type, config.get_text_config().model_type} & {*CAUSAL, *OWN_CONFIGS, *PLACED, *ENCODERS}
     if not known and not getattr(config, "auto_map", None):
         raise Unsupported(f"model type {config.model_type!r}", "transformers has no causal language model of it",
                           _DECODER_REMEDY)

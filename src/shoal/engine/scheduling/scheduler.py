@@ -26,7 +26,7 @@ from shoal.engine.constraints.forbidden import check_ids
 from shoal.engine.engine import Engine
 from shoal.engine.memory.amounts import free
 from shoal.engine.memory.memory_limit import extra_kv
-from shoal.engine.request import Request, prompt_ids
+from shoal.engine.request import Request
 from shoal.engine.scheduling.batching import Batches, Policy, Recipes
 from shoal.engine.scheduling.request_handle import Deliver, Item, RequestHandle, ScheduledSequence
 from shoal.engine.scheduling.worker import WorkerThread
@@ -123,7 +123,7 @@ class Scheduler:
             raise ValueError("canvas is True without deliver; who iterates over a handle gets words in order alone")
         runner = self.engine.runner
         check_ids({"logit_bias": request.sampling.logit_bias}, runner.vocab_size)
-        ids = prompt_ids(prompt, self.engine.tokenizer, runner.vocab_size, runner.max_positions)
+        request, (ids,) = self.engine.read([prompt], request)
         recipe = self._recipes.of(request.method, request.max_new_tokens)
         handle = RequestHandle(self.engine.info(), self._cancel, deliver)
         seqs = self.engine.seqs([ids] * n, request, recipe, patient=False)

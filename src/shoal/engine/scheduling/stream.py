@@ -101,7 +101,7 @@ def _stats(seq: RunningSequence, info: ModelInfo, clock: Clock, seconds: float) 
     forwards = ledger.target_forwards - ledger.prefill_forwards
     kv = seq.bytes or KVBytes(0, 0, 0)
     return Stats(
-        prompt_tokens=seq.prompt_length, new_tokens=new, horizon=seq.recipe.horizon or new,
+        prompt_tokens=seq.read, new_tokens=new, horizon=seq.recipe.horizon or new,
         num_layers=info.num_layers, mean_layers=mean, layer_tokens=layer_tokens,
         layers_read=info.num_layers + ledger.layers_read, ideal_speedup=_ideal_speedup(ledger, info, new),
         target_forwards=ledger.target_forwards, draft_forwards=ledger.draft_forwards,

@@ -16,6 +16,7 @@ from transformers import AutoConfig
 from shoal.errors import Unsupported, told_by_transformers
 from shoal.model.config import WIDTHS, check_sizes
 from shoal.model.gguf.classics import CLASSICS
+from shoal.model.gguf.encoder_decoders import ENCODER_DECODERS
 from shoal.model.gguf.family import EMBEDDING, HEAD, Family, Fields
 from shoal.model.gguf.file import GgufFile
 from shoal.model.gguf.hybrids import HYBRIDS
@@ -121,6 +122,7 @@ FAMILIES: Mapping[str, Family] = {
     **LATENT,
     **CLASSICS,
     **LAYERWISE,
+    **ENCODER_DECODERS,
 }
 """Architectures by their name in GGUF files."""
 

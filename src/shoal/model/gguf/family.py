@@ -38,6 +38,8 @@ class Family:
         layer: names in transformers below a layer, and in the file, of what is not called as in Llama.
         ends: the same outside of layers.
         numbers: names in transformers below a layer of tensors of one number, and the metadata that have these.
+        place: maps names of tensors in transformers to those in the file, in place of `layer` and `ends`; or None.
+        aside: what names in the file of tensors begin with that are no decoder's.
     """
 
     model_type: str
@@ -57,3 +59,5 @@ class Family:
     layer: Mapping[str, str] = field(default_factory=dict)
     ends: Mapping[str, str] = field(default_factory=lambda: _LLAMA)
     numbers: Mapping[str, str] = field(default_factory=dict)
+    place: Callable[[str], str | None] | None = None
+    aside: tuple[str, ...] = ()

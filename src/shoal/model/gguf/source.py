@@ -55,6 +55,8 @@ _KEY_HEADS = {"in_proj_b": 0, "in_proj_a": 1}
 
 def gguf_name(name: str, family: Family) -> str | None:
     """The name in GGUF files of the tensor that transformers calls `name`; None if there is none."""
+    if family.place is not None:
+        return family.place(name)
     if unnumbered(name) in family.ends:
         return family.ends[unnumbered(name)]
     found = _LAYER.fullmatch(name)
@@ -238,6 +240,7 @@ class GgufSource(Source):
         further = tuple(f"blk.{layer}." for layer in self._further())
         reading = (layer for layer, source in enumerate(shared_sources(self._config)) if source is not None)
         further += tuple(f"blk.{layer}.attn_{part}" for layer in reading for part in ("k.", "v.", "k_norm."))
+        further += self._family.aside
         return [place for place in self._file.header.tensors
                 if place not in places and not ASIDE.search(place) and not place.startswith(further)]
 

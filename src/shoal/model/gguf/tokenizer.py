@@ -3,7 +3,8 @@
 Byte-level BPE ("gpt2") takes the merges of the file; the name in `tokenizer.ggml.pre` says how text is split before.
 The file of a SentencePiece BPE ("llama") has no merges. They follow from the vocabulary and its scores, since
 SentencePiece joins the neighbours whose union has the best score (Kudo and Richardson, 2018, arXiv 1808.06226); for
-Gemma they follow the order of the tokens. A large vocabulary has half a million merges, so they are kept on disk.
+Gemma they follow the order of the tokens. A large vocabulary has half a million merges, so they are kept on disk. T5's
+unigram model has none.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
-from tokenizers.models import BPE
+from tokenizers.models import BPE, Unigram
 from transformers import PreTrainedTokenizerFast
 
 from shoal.errors import Unsupported
@@ -179,8 +180,12 @@ def _made(header: Header) -> Any | None:
         tokens = _distinct(vocabulary)
         backend, add_bos = _spaced(tokens, _pairs(vocabulary.merges), vocabulary, prefixed=False), True
         backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+"), "isolated")
+    elif vocabulary.kind == "t5":
+        tokens = _distinct(vocabulary)
+        backend, add_bos = _unigram(tokens, vocabulary, header), False
     else:
-        raise Unsupported(f"a GGUF tokenizer of model {vocabulary.kind!r}", "known are gpt2, llama, gemma4", _REMEDY)
+        known = "known are gpt2, llama, gemma4, t5"
+        raise Unsupported(f"a GGUF tokenizer of model {vocabulary.kind!r}", known, _REMEDY)
     _add_special(backend, tokens, vocabulary, metadata.architecture)
     return _wrapped(backend, tokens, vocabulary, add_bos, metadata)
 
@@ -245,6 +250,21 @@ def _spaced(tokens: list[str], merges: list[tuple[str, str]], vocabulary: Vocabu
     backend.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces]) if prefixed else spaces
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefixed else steps)
+    return backend
+
+
+def _unigram(tokens: list[str], vocabulary: Vocabulary, header: Header) -> Tokenizer:
+    """SentencePiece's unigram model (Kudo, 2018, arXiv 1804.10959), with the file's table of characters."""
+    if len(vocabulary.scores) < len(tokens):
+        raise ValueError(f"the GGUF tokenizer of model 't5' has no scores; they must be there. {_REMEDY}")
+    pairs = list(zip(tokens, map(float, vocabulary.scores), strict=True))
+    backend = Tokenizer(Unigram(pairs, unk_id=vocabulary.unk, byte_fallback=False))
+    table = header.metadata.get("tokenizer.ggml.precompiled_charsmap")
+    if isinstance(table, memoryview) and len(table):
+        backend.normalizer = normalizers.Precompiled(table.tobytes())
+    spaced = pre_tokenizers.Metaspace(SPACE, "always")
+    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), spaced])
+    backend.decoder = decoders.Metaspace(SPACE, "always")
     return backend
 
 

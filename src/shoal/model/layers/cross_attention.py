@@ -23,11 +23,13 @@ class Encoded:
     Attributes:
         keys, values: per layer [kv_heads, places, head_dim], contiguous, in the dtype of the cache.
         name: tells this source from others; equal sources have equal names.
+        ids: its tokens, where the decoder has the same ones; else empty.
     """
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
     name: str
+    ids: tuple[int, ...] = ()
 
     @property
     def places(self) -> int:
@@ -45,12 +47,13 @@ class CrossAttention(Generic[M]):
     """The weights of a layer's attention to a source.
 
     Attributes:
-        norm, norm_bias: [hidden], of the inputs of `query`; the bias is that of a LayerNorm, else None.
+        norm, norm_bias: [hidden], of the inputs of `query`, or None; the bias is that of a LayerNorm, else None.
         query, out: matrices of the text, and their biases or None.
         keys, values: matrices of the encoder's states, and their biases or None.
+        sum_norm, sum_norm_bias: [hidden], of a LayerNorm of the states, once this has added to them, or None.
     """
 
-    norm: Tensor
+    norm: Tensor | None
     query: M
     out: M
     keys: M
@@ -60,6 +63,8 @@ class CrossAttention(Generic[M]):
     out_bias: Tensor | None = None
     keys_bias: Tensor | None = None
     values_bias: Tensor | None = None
+    sum_norm: Tensor | None = None
+    sum_norm_bias: Tensor | None = None
 
     def project(self, states: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
         """Keys and values [kv_heads, places, head_dim] of an encoder's states [places, hidden]."""
@@ -73,7 +78,11 @@ def _biased(x: Tensor, bias: Tensor | None) -> Tensor:
     return x if bias is None else x + bias.to(x.dtype)
 
 
-def encoded(layers: list[CrossAttention[M]], states: Tensor, head_dim: int, dtype: torch.dtype, name: str) -> Encoded:
+def encoded(
+    layers: list[CrossAttention[M]], states: Tensor, head_dim: int, dtype: torch.dtype, name: str,
+    ids: tuple[int, ...] = (),
+) -> Encoded:
     """What the layers of a decoder read of an encoder's states [places, hidden], in `dtype`."""
     sides = [layer.project(states.to(dtype), head_dim) for layer in layers]
-    return Encoded(tuple(keys.to(dtype) for keys, _ in sides), tuple(values.to(dtype) for _, values in sides), name)
+    keys, values = zip(*((keys.to(dtype), values.to(dtype)) for keys, values in sides), strict=True)
+    return Encoded(keys, values, name, ids)

@@ -51,6 +51,7 @@ class Pictures:
         mutual: whether tokens that stand side by side also see those after them.
         places: positions of all their tokens, ascending; empty until `laid`.
         length: tokens of the prompt; 0 until then.
+        ids: tokens that an answer may quote; a picture has none.
     """
 
     pictures: tuple[Picture, ...]
@@ -58,6 +59,7 @@ class Pictures:
     mutual: bool = False
     places: tuple[int, ...] = ()
     length: int = 0
+    ids: tuple[int, ...] = ()
 
     @cached_property
     def deeper(self) -> list[Tensor]:

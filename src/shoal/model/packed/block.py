@@ -51,7 +51,7 @@ def attention(
 def cross_attention(
     x: Tensor, layer: Layer, shape: Shape, dtype: torch.dtype, attend: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """What attention to an encoder's states adds to the residual stream `x` [T, hidden].
+    """The residual stream `x` [T, hidden] after attention to an encoder's states.
 
     Args:
         attend: maps q [T, heads, head_dim] to outputs of that shape.
@@ -61,7 +61,8 @@ def cross_attention(
     normed = _norm(x, cross.norm, shape.eps, cross.norm_bias).to(dtype)
     q = applied(cross.query, normed, cross.query_bias).view(len(x), shape.heads, -1)
     mixed = attend(q).reshape(len(x), -1)
-    return applied(cross.out, mixed, cross.out_bias).to(x.dtype) * shape.residual_scale
+    x = x + applied(cross.out, mixed, cross.out_bias).to(x.dtype) * shape.residual_scale
+    return _norm(x, cross.sum_norm, shape.eps, cross.sum_norm_bias)
 
 
 def kept(x: Tensor, norm: Tensor | None, shape: Shape, part: int) -> Tensor:
@@ -166,10 +167,15 @@ def entered(x: Tensor, layer: Layer, shape: Shape) -> tuple[Tensor, Tensor | Non
 
 
 def joined(x: Tensor, read: Tensor, layer: Layer, shape: Shape, dtype: torch.dtype) -> Tensor:
-    """The states `x` after attention and the residual beside it, which reads what attention reads, normalised."""
+    """The states `x` after attention: normalised, or with the residual beside it, which reads what attention reads."""
     if layer.beside is None:
-        return x
+        return _norm(x, layer.attention_sum_norm, shape.eps, layer.attention_sum_bias)
     return (x + layer.beside(_norm(read, layer.attention_norm, shape.eps), dtype)) * HALVED
+
+
+def fed(x: Tensor, layer: Layer, shape: Shape) -> Tensor:
+    """The states after the feed-forward has added to them, normalised where they are."""
+    return _norm(x, layer.mlp_sum_norm, shape.eps, layer.mlp_sum_bias)
 
 
 def ended(x: Tensor, layer: Layer, dtype: torch.dtype, inputs: Tensor | None, predicted: Tensor | None) -> Tensor:

@@ -22,6 +22,9 @@ Order = Literal["parts", "heads", "quarters"]
 """Rows of a fused matrix: all of q, k and v; the queries of each key-value head, its key and its value; or q, v and k
 of each quarter of the heads."""
 _REMEDY = 'Use backend="hf", which runs the model\'s own modules'
+BART = ("bart", "mbart", "plbart", "marian", "pegasus", "m2m_100")
+T5 = ("t5", "mt5")
+"""Model types of decoders beside an encoder that reads text."""
 
 
 class Viewed:
@@ -152,14 +155,34 @@ def _opt(text: Any) -> Fields:
             "norm_eps": 1e-5, "learned_positions": (2, text.max_position_embeddings), "rope_parameters": {}}
 
 
-def _whisper(text: Any) -> Fields:
-    """Its decoder; the names of its config are those of its encoder."""
-    return {**_ALL, "unbiased": ("k_proj",), "num_hidden_layers": text.decoder_layers,
-            "num_attention_heads": text.decoder_attention_heads,
+def _decoder(text: Any) -> Fields:
+    """Of an encoder-decoder; the usual names of its config are those of its encoder."""
+    return {**_ALL, "num_hidden_layers": text.decoder_layers, "num_attention_heads": text.decoder_attention_heads,
             "num_key_value_heads": text.decoder_attention_heads, "intermediate_size": text.decoder_ffn_dim,
             "hidden_act": text.activation_function, "norm_eps": 1e-5, "rope_parameters": {},
-            "learned_positions": (0, text.max_target_positions), "max_position_embeddings": text.max_target_positions,
             "embedding_multiplier": text.d_model**0.5 if text.scale_embedding else 1.0}
+
+
+def _whisper(text: Any) -> Fields:
+    return {**_decoder(text), "unbiased": ("k_proj",), "learned_positions": (0, text.max_target_positions),
+            "max_position_embeddings": text.max_target_positions}
+
+
+def _bart(text: Any) -> Fields:
+    """BART and its kin, whose tables of positions begin with those of padding, or not."""
+    first = {"marian": 0, "pegasus": 0, "m2m_100": (text.pad_token_id or 0) + 1}.get(text.model_type, 2)
+    return {**_decoder(text), "learned_positions": (first, text.max_position_embeddings),
+            "head_biased": text.model_type != "m2m_100",
+            "vocab_size": getattr(text, "decoder_vocab_size", None) or text.vocab_size}
+
+
+def _t5(text: Any) -> Fields:
+    """T5, whose head may be a matrix of its own whatever its config says."""
+    scaled = text.model_type == "t5" and getattr(text, "scale_decoder_outputs", text.tie_word_embeddings)
+    return {**_biased(False, False, False), "num_hidden_layers": text.num_decoder_layers, "attention_multiplier": 1.0,
+            "num_key_value_heads": text.num_heads, "intermediate_size": text.d_ff, "hidden_act": text.dense_act_fn,
+            "rope_parameters": {}, "tie_word_embeddings": False, "logit_factor": text.d_model**-0.5 if scaled else 1.0,
+            "distance_ranges": (text.relative_attention_num_buckets, text.relative_attention_max_distance)}
 
 
 def _persimmon(text: Any) -> Fields:
@@ -251,6 +274,7 @@ _FIELDS: Mapping[str, Callable[[Any], Fields]] = MappingProxyType({
     "phi": _phi, "starcoder2": _starcoder2, "gpt2": _gpt2, "gpt_bigcode": _gpt_bigcode, "gpt_neo": _gpt_neo,
     "gpt_neox": _gpt_neox, "falcon": _falcon, "cohere": _cohere, "cohere2": _cohere,
     "cohere2_moe": _cohere2_moe, "stablelm": _stablelm, "opt": _opt, "whisper": _whisper,
+    **dict.fromkeys(BART, _bart), **dict.fromkeys(T5, _t5),
     "persimmon": _persimmon, "nemotron": _nemotron, "olmo": _olmo, "bloom": _bloom, "mpt": _mpt, "gptj": _gptj,
     "codegen": _codegen, "phimoe": lambda text: {"head_biased": text.lm_head_bias},
     "dbrx": _dbrx,

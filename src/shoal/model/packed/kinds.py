@@ -25,13 +25,19 @@ PLACED = ("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text")
 
 @dataclass(frozen=True)
 class Norms:
-    """Names of a layer's norms in the checkpoint, of each sublayer's input and output; None for no norm."""
+    """Names of a layer's norms in the checkpoint; None for no norm.
+
+    They are of each sublayer's input, of its output, and of the states once it has added to them (Vaswani, 2017).
+    """
 
     attention: str | None = "input_layernorm"
     mlp: str | None = "post_attention_layernorm"
     attention_out: str | None = None
     mlp_out: str | None = None
     cross: str | None = None
+    attention_sum: str | None = None
+    cross_sum: str | None = None
+    mlp_sum: str | None = None
 
 
 @dataclass(frozen=True)
@@ -83,9 +89,10 @@ class Names:
     """Names of tensors in a checkpoint: below the decoder's root, below a layer, below a sublayer.
 
     Attributes:
-        embedding, final_norm: below the root.
+        embedding, final_norm: below the root; no norm follows the layers where final_norm is None.
         layers: below the root, before a layer's number.
         positions, embedding_norm: below the root: the table of learned positions, and the norm of embeddings, or None.
+        distances: below the root, the table of biases by ranges of distances, or None.
         attention, mlp, mixer, cross: of the sublayers, with the dot; mixer is the recurrence, cross the attention to
             an encoder's states.
         qkv, out, head_norms: below attention: the matrix that has q, k and v, its output projection, and the norms of
@@ -95,10 +102,11 @@ class Names:
     """
 
     embedding: str = "embed_tokens"
-    final_norm: str = "norm"
+    final_norm: str | None = "norm"
     layers: str = "layers"
     positions: str | None = None
     embedding_norm: str | None = None
+    distances: str | None = None
     attention: str = "self_attn."
     mlp: str = "mlp."
     mixer: str = ""
@@ -302,6 +310,15 @@ _BLOCKS = Names("word_embeddings", "ln_f", "h", attention="self_attention.", qkv
 _NEOX = replace(_BLOCKS, embedding="embed_in", final_norm="final_layer_norm", layers="layers", attention="attention.")
 _OPT = _classic(Names(final_norm="final_layer_norm", positions="embed_positions", out="out_proj", mlp="", gate_up=_MLP,
                       down="fc2"), norms_of=lambda _: Norms("self_attn_layer_norm", "final_layer_norm"))
+_PRE_NORM = _crossing(replace(_OPT, names=replace(_OPT.names, final_norm="layer_norm")), Norms(
+    "self_attn_layer_norm", "final_layer_norm", cross="encoder_attn_layer_norm"))
+_POST_NORM = _crossing(replace(_OPT, names=replace(_OPT.names, final_norm=None)), Norms(
+    None, None, attention_sum="self_attn_layer_norm", cross_sum="encoder_attn_layer_norm", mlp_sum="final_layer_norm"))
+_T5 = replace(_crossing(_classic(Names(
+    final_norm="final_layer_norm", layers="block", attention="layer.0.SelfAttention.", out="o",
+    cross="layer.1.EncDecAttention.", mlp="layer.2.DenseReluDense.", gate_up=("", "wi"), down="wo",
+    distances="block.0.layer.0.SelfAttention.relative_attention_bias")), Norms(
+        "layer.0.layer_norm", "layer.2.layer_norm", cross="layer.1.layer_norm")), layer_norms=False)
 _COHERE = _classic(Names(), gated=True, norm_parts=("weight",), norms_of=lambda text: _ONE)
 CLASSICS: Mapping[str, ModelKind] = MappingProxyType({
     "phi": _classic(Names(final_norm="final_layernorm", out="dense", head_norms=("q_layernorm", "k_layernorm"),
@@ -316,8 +333,12 @@ CLASSICS: Mapping[str, ModelKind] = MappingProxyType({
     "stablelm": _classic(Names(head_norms=("q_layernorm", "k_layernorm")), gated=True,
                          norms_of=lambda text: _ONE if text.use_parallel_residual else Norms()),
     "opt": _OPT,
-    "whisper": _crossing(replace(_OPT, names=replace(_OPT.names, final_norm="layer_norm")), Norms(
-        "self_attn_layer_norm", "final_layer_norm", cross="encoder_attn_layer_norm")),
+    **dict.fromkeys(("whisper", "m2m_100", "pegasus"), _PRE_NORM),
+    "mbart": replace(_PRE_NORM, names=replace(_PRE_NORM.names, embedding_norm="layernorm_embedding")),
+    **dict.fromkeys(("bart", "plbart"), replace(_POST_NORM, names=replace(
+        _POST_NORM.names, embedding_norm="layernorm_embedding"))),
+    "marian": _POST_NORM,
+    **dict.fromkeys(("t5", "mt5"), _T5),
     "persimmon": _classic(replace(_NEOX, embedding="embed_tokens", final_norm="final_layernorm",
                                   attention="self_attn.", head_norms=("q_layernorm", "k_layernorm"))),
     "nemotron": _classic(Names()),

@@ -84,7 +84,7 @@ class PackedRunner(ModelRunner):
         self.state_bytes = {number: size * sum(map(math.prod, mixer.state_sizes)) for number, mixer in mixers.items()}
         self.input_bytes = 4 * sum(layer.of_mixer[0].rows for layer in weights.layers if layer.mixer is not None)
         equal = len({sizes for sizes in self.kv_sizes if any(sizes)}) == 1  # choices are of one size in all layers
-        self.by_distance = bool(shape.slopes)
+        self.by_distance = bool(shape.slopes) or weights.distance_bias is not None
         self.shows_queries = equal and not shape.sources and not self.by_distance
         self.can_split = not (shape.layer_input or shape.layer_scales)
         self.routes = shape.experts is not None
@@ -223,6 +223,7 @@ class _Pass:
         self._asker = Asker(cache, runner.device)
         slopes = runner.shape.slopes
         self._slopes = torch.tensor(slopes, dtype=torch.float64, device=runner.device) if slopes else None
+        self._distant = runner.weights.distance_bias
 
     def _turning(self, where: Tensor) -> tuple[Tensor, Tensor]:
         """Cos and sin [tables, T, rotary_dim / 2] of tokens at positions [T]."""
@@ -291,13 +292,14 @@ class _Pass:
                 x = x + part
             x = block.joined(x, entered, weights, runner.shape, runner.dtype)
             if kind.crosses:
-                x = x + block.cross_attention(x, weights, runner.shape, runner.dtype,
-                                              lambda q: self._cross(layer, piece, q))
+                x = block.cross_attention(x, weights, runner.shape, runner.dtype,
+                                          lambda q: self._cross(layer, piece, q))
             if not kind.mixers:
                 self.cache.layers[layer].count([chunk.seq for chunk in self.chunks], piece.counts)
         if piece.part != "attention" and kind.feeds:
             read = entered if runner.shape.parallel else x
             x = block.kept(x, weights.mlp_norm, runner.shape, 2) + self._mlp(layer, piece, read, added)
+            x = block.fed(x, weights, runner.shape)
             x = block.ended(x, weights, runner.dtype, self._input(layer, chosen), predicted)
         self.x = x if chosen is None else self.x.index_copy(0, chosen, x)
 
@@ -415,7 +417,7 @@ class _Pass:
             out = block.gathered_attention(queries, keys[0], values[0], self.runner.shape, chosen, bias, sinks)
             return out.transpose(0, 1)
         seen: Tensor | None
-        if self._slopes is not None:
+        if self.runner.by_distance:
             seen = self._sloped(view, store.window, torch.promote_types(q.dtype, torch.float32))
         elif bias is None:
             seen = mask([view], store.window, q.device)
@@ -430,9 +432,13 @@ class _Pass:
 
     def _sloped(self, view: SequenceView, window: int | None, dtype: torch.dtype) -> Tensor:
         """What distances add to scores, -inf for what is hidden: [1, heads, nodes, slots]."""
-        assert self._slopes is not None
         device = self.runner.device
-        added = self._slopes.to(dtype)[:, None, None] * distances(view, device)
+        between = distances(view, device)
+        if self._distant is not None:
+            added = self._distant[:, (-between).clamp(0, self._distant.shape[1] - 1)].to(dtype)
+        else:
+            assert self._slopes is not None
+            added = self._slopes.to(dtype)[:, None, None] * between
         return added.masked_fill(~visible(view, window, device), -torch.inf)[None]
 
     def padded(self) -> Tensor:

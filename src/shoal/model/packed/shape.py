@@ -21,12 +21,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING as CAUSAL
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING as SEQ_TO_SEQ
 
 from shoal.errors import Unsupported
 from shoal.model.config import context_of, widths_of, windows_of
 from shoal.model.kv.chunk import Chunk
 from shoal.model.layers.latent import LatentSizes
-from shoal.model.packed.classics import Order, viewed
+from shoal.model.packed.classics import BART, T5, Order, viewed
 from shoal.model.packed.experts import ExpertShape, expert_shape, with_experts
 from shoal.model.packed.kinds import CLASSICS, HYBRIDS, MODELS, PLACED, LayerKind, Names
 from shoal.model.packed.latent import latent_scale, latent_sizes
@@ -148,6 +149,8 @@ class Shape:
         head_norm: whether states are normed before the head, which some draft heads leave out.
         axes: of each pair of rotated dimensions, which of a token's three places turns it: that in the text, its row in
             a picture, or its column; empty where all turn by the place in the text.
+        distance_ranges: how many ranges of distances have biases of their own, and the distance where the last one
+            begins (T5); or None.
         windows_ahead: whether in layers with a window, too, nodes of a mutual chunk see those after them.
     """
 
@@ -208,6 +211,7 @@ class Shape:
     cutoffs: tuple[float | None, ...] = ()
     sub_norms: bool = False
     mlp_scales: tuple[float, ...] = ()
+    distance_ranges: tuple[int, int] | None = None
 
     @property
     def line(self) -> int:
@@ -316,8 +320,11 @@ def shape_of(config: Any, dtype: torch.dtype = torch.float64) -> Shape:
     text = config.get_text_config()
     if text.model_type not in MODELS:
         raise _misfit(text, f"the packed block fits {', '.join(MODELS)}")
-    if type(text) not in CAUSAL and type(text) not in OWN_CONFIGS.values() and text.model_type not in PLACED:
+    known = any(type(text) in types for types in (CAUSAL, SEQ_TO_SEQ, OWN_CONFIGS.values()))
+    if not known and text.model_type not in PLACED:
         raise _misfit(text, "its code comes with the checkpoint, not with transformers")
+    if text.model_type in (*BART, *T5) and not text.is_encoder_decoder:
+        raise _misfit(text, "it has no encoder (is_encoder_decoder)")
     text = viewed(text)
     activation = getattr(text, "hidden_activation", None) or getattr(text, "hidden_act", "silu")
     if not isinstance(activation, str) or activation not in _ACTIVATIONS:
@@ -386,7 +393,12 @@ def shape_of(config: Any, dtype: torch.dtype = torch.float64) -> Shape:
         layer_scales=MODELS[text.model_type].layer_scales,
         sub_norms=MODELS[text.model_type].sub_norms,
         layer_input=int(getattr(text, "hidden_size_per_layer_input", None) or 0),
+        head_norm=MODELS[text.model_type].names.final_norm is not None,
+        distance_ranges=getattr(text, "distance_ranges", None),
     )
+    if shape.distance_ranges is not None and text.is_gated_act:
+        kinds = tuple(replace(kind, gated_mlp=True, plain_mlp=False) for kind in kinds)
+        return replace(shape, kinds=kinds, names=replace(shape.names, gate_up=("wi_0", "wi_1")))
     if text.model_type == "llama4_text":
         warmth = (float(text.attn_scale), float(text.floor_scale), 1.0) if text.attn_temperature_tuning else None
         return replace(shape, unit_heads=bool(text.use_qk_norm), warmth=warmth)

@@ -28,6 +28,7 @@ from shoal.model.layers.latent import LatentAttention, LatentSizes
 from shoal.model.layers.layer_inputs import LayerInput, LayerInputs
 from shoal.model.layers.mamba import SelectiveScan
 from shoal.model.layers.mixer import Mixer
+from shoal.model.layers.relative_bias import by_distance
 from shoal.model.layers.xielu import Xielu
 from shoal.model.modules import leftovers, refuse
 from shoal.model.packed.classics import viewed
@@ -116,7 +117,10 @@ def check_names(config: Any, shape: Shape, source: Source) -> None:
 def tensors(text: Any, shape: Shape, root: str, tied: bool) -> Iterator[Forms]:
     """All tensors of a model below `root`, each with its alternative names; none for the head if it may be tied."""
     yield _one(f"{root}{shape.names.embedding}.weight")
-    yield from _norm_tensors(f"{root}{shape.names.final_norm}", shape)
+    if shape.names.final_norm is not None:
+        yield from _norm_tensors(f"{root}{shape.names.final_norm}", shape)
+    if shape.names.distances is not None:
+        yield _one(f"{root}{shape.names.distances}.weight")
     if shape.names.embedding_norm is not None:
         yield from _norm_tensors(f"{root}{shape.names.embedding_norm}", shape)
     if shape.positions is not None:
@@ -325,6 +329,9 @@ class Layer:
         curve: the activation, where it has numbers of its own, or None.
         out_sub_norm, down_sub_norm: of the inputs of `out` and `down`, as many as these have columns, or None.
         cross: attention to what an encoder made of a source, after the mixers, or None.
+        attention_sum_norm, attention_sum_bias: [hidden], of a LayerNorm of the states, once attention has added to
+            them, or None.
+        mlp_sum_norm, mlp_sum_bias: the same of the MLP.
     """
 
     qkv: Linear = field(default_factory=_nothing)
@@ -363,6 +370,10 @@ class Layer:
     out_sub_norm: Tensor | None = None
     down_sub_norm: Tensor | None = None
     cross: CrossAttention[Linear] | None = None
+    attention_sum_norm: Tensor | None = None
+    attention_sum_bias: Tensor | None = None
+    mlp_sum_norm: Tensor | None = None
+    mlp_sum_bias: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -402,6 +413,8 @@ class Weights:
         embedding_norm, embedding_norm_bias: [hidden], of the LayerNorm of embeddings, or None.
         inputs: makes the inputs of layers' own, where there are any.
         streams: begins and ends several streams of states, where there are any.
+        distance_bias: [heads, distances], added to a score by how far a key is before the query, the last one for all
+            that are farther; or None.
     """
 
     layers: list[Layer]
@@ -415,6 +428,7 @@ class Weights:
     embedding_norm: Tensor | None = None
     embedding_norm_bias: Tensor | None = None
     streams: Streams[Linear] | None = None
+    distance_bias: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -465,14 +479,20 @@ class Packer:
         streams = None if shape.streams is None else self._streams(shape.streams)
         layers = [self.layer(index) for index in range(shape.num_layers)]
         final_norm = self._norm(self._root, names.final_norm)
-        assert final_norm is not None
+        if final_norm is None:
+            final_norm = torch.ones(shape.hidden, dtype=self._vectors, device=self._device)
         weights = Weights(layers, embedding, head, final_norm, self._norm_bias(self._root, names.final_norm), inputs)
         if shape.head_biased:
-            weights.head_bias = self.vector(f"{_first(self._source, HEADS, 'bias') or HEADS[0]}bias", shape.vocab)
+            bias = self.vector(f"{_first(self._source, HEADS, 'bias') or HEADS[0]}bias", shape.vocab)
+            weights.head_bias = bias if bias.any() else None
         weights.positions = self._positions()
         weights.embedding_norm = self._norm(self._root, names.embedding_norm)
         weights.embedding_norm_bias = self._norm_bias(self._root, names.embedding_norm)
         weights.streams = streams
+        if shape.distance_ranges is not None:
+            count, farthest = shape.distance_ranges
+            ranges = self.vector(f"{self._root}{names.distances}.weight", count, shape.heads)
+            weights.distance_bias = by_distance(ranges, farthest)
         return weights
 
     def _positions(self) -> Tensor | None:
@@ -558,6 +578,9 @@ class Packer:
         layer.mlp_norm_bias = self._norm_bias(name, kind.norms.mlp)
         layer.attention_out_norm = self._norm(name, kind.norms.attention_out)
         layer.mlp_out_norm = self._norm(name, kind.norms.mlp_out)
+        for sums, norm in (("attention_sum", kind.norms.attention_sum), ("mlp_sum", kind.norms.mlp_sum)):
+            setattr(layer, f"{sums}_norm", self._norm(name, norm))
+            setattr(layer, f"{sums}_bias", self._norm_bias(name, norm))
         return layer
 
     def _attention(self, layer: Layer, index: int, name: str) -> None:
@@ -594,14 +617,14 @@ class Packer:
         shape, name = self._shape, f"{layer}{self._shape.names.cross}"
         rows, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         norm, sizes = self._norm(layer, norms.cross), (rows, keys, keys)
-        assert norm is not None
         query, k, v = (self.pack({f"{name}{part}.weight": size}, shape.hidden, "matrix")
                        for part, size in zip(_QKV, sizes, strict=True))
         out = self.pack({f"{name}{shape.names.out}.weight": shape.hidden}, rows, "matrix")
         of_query, of_k, of_v = (self._optional(f"{name}{part}.bias", size)
                                 for part, size in zip(_QKV, sizes, strict=True))
         of_out = self._optional(f"{name}{shape.names.out}.bias", shape.hidden)
-        return CrossAttention(norm, query, out, k, v, self._norm_bias(layer, norms.cross), of_query, of_out, of_k, of_v)
+        return CrossAttention(norm, query, out, k, v, self._norm_bias(layer, norms.cross), of_query, of_out, of_k, of_v,
+                              self._norm(layer, norms.cross_sum), self._norm_bias(layer, norms.cross_sum))
 
     def _latent(self, layer: Layer, name: str) -> None:
         """Latent attention, whose last matrices of keys and values are split into those of each head."""

@@ -83,8 +83,9 @@ static void attend_chunk(Worker *w, const Task *task, int by, int first, int las
             q[j] = w->queries + (k + j - before * group) * bytes;
             states[j] = state_at(r, task->segment, task->split, i, task->head * group + head);
             sights[j] = seen + (i - first / group);
-            if (m->slopes) {
-                w->chunk.slopes[j] = m->slopes[task->head * group + head];
+            if (w->chunk.sloped) {
+                if (m->slopes) w->chunk.slopes[j] = m->slopes[task->head * group + head];
+                w->chunk.by_distance[j] = m->distances ? m->distance_bias + (task->head * group + head) * m->distances : NULL;
                 w->chunk.own[j] = (float)place_of(r->b, task->chosen->token[i], task->segment->stored);
             }
             w->chunk.notes[j] = notes_of(r, task->entry, task->chosen->token[i], task->head * group + head, base);

@@ -97,7 +97,7 @@ static Worker worker_of(Run *r, int id, int threads) {
     w.best = r->best ? r->best + (int64_t)id * r->b->wanted_count : NULL;
     for (int i = 0; w.best && i < r->b->wanted_count; i++) w.best[i] = (Largest){-INFINITY, INT32_MAX};
     w.chunk = chunk_at(at, m->head_dim);
-    w.chunk.sloped = m->slopes != NULL;
+    w.chunk.distances = m->distances;
     return w;
 }
 

@@ -349,6 +349,19 @@ static void multiply_into_states(Worker *w, const ShoalWeight *weight, const Cho
     meet(w->run->team, w->id);
 }
 
+/* Normalise the states of the tokens to which a sublayer has added; threads divide the tokens among them. */
+static void norm_sums(Worker *w, int entry, int part, Norm norm) {
+    const Run *r = w->run;
+    if (!norm.weight) return;
+    const Chosen c = choose(r->b, entry, part);
+    for (int i = share(c.count, w->id, w->threads), last = share(c.count, w->id + 1, w->threads); i < last; i++) {
+        float *x = r->x + c.token[i] * r->x_line;
+        layer_norm_line(x, r->m->hidden, (int)r->x_line, norm, r->m->eps, w->line);
+        memcpy(x, w->line, 4 * r->x_line);
+    }
+    meet(w->run->team, w->id);
+}
+
 /* Whether nodes of a tree may be stored in slots of another task than the one that reads them at their places. */
 static int spreads(const Segment *segments, int count) {
     for (const Segment *s = segments; s < segments + count; s++)
@@ -394,6 +407,7 @@ static void run_attention(Worker *w, int entry) {
     Segment segments[MAX_TOKENS];
     const int count = segments_of(r, layer, entry, &c, segments);
     w->chunk.dim = layer->head_dim;
+    w->chunk.sloped = (r->m->slopes || r->m->distances) && r->b->layers[entry] < r->m->num_layers;
     project_heads(w, layer, &c);
     const int labels = labels_in(r, entry, &c);
     w->stored = layer->reads || r->b->select || labels || chosen_in(r, entry, &c) || c.count > TOGETHER || spreads(segments, count);
@@ -425,6 +439,7 @@ static void run_attention(Worker *w, int entry) {
     lower(w, layer, SITE_O, mixed, &c);
     prepare_together(w, &layer->o, mixed);
     multiply_into_states(w, &layer->o, &c, layer->o_bias, layer->attention_out_norm);
+    norm_sums(w, entry, RUN_ATTENTION, (Norm){layer->attention_sum_norm, layer->attention_sum_bias});
 }
 
 /* See experts.h. */
@@ -471,6 +486,7 @@ static void run_mlp(Worker *w, int entry) {
         if (r->b->groups) run_groups(w, entry);
     }
     w->after = 1;
+    norm_sums(w, entry, RUN_MLP, (Norm){layer->mlp_sum_norm, layer->mlp_sum_bias});
 }
 
 #endif

@@ -97,7 +97,8 @@ class LayerStruct(ctypes.Structure):
         ("keys_are_values", c_int32), ("scale", c_float), ("input_gate", Weight),
         ("input_out", Weight), ("input_out_norm", c_void_p), ("alternation", POINTER(AlternationStruct)),
         ("cuts", c_int32), ("cutoff", c_float), ("curve", c_void_p), ("out_sub_norm", c_void_p),
-        ("down_sub_norm", c_void_p), ("mlp_scale", c_float), ("crosses", c_int32),
+        ("down_sub_norm", c_void_p), ("mlp_scale", c_float), ("crosses", c_int32), ("attention_sum_norm", c_void_p),
+        ("attention_sum_bias", c_void_p), ("mlp_sum_norm", c_void_p), ("mlp_sum_bias", c_void_p),
     ]
 
 
@@ -125,7 +126,7 @@ class Model(ctypes.Structure):
         ("upper", Weight), ("head_bias", c_void_p), ("embedding", c_void_p), ("table", Weight),
         ("positions", c_void_p), ("embedding_norm", c_void_p), ("embedding_norm_bias", c_void_p),
         ("position_count", c_int32), ("parallel", c_int32), ("rotates_first", c_int32), ("drifts", c_int32),
-        ("slopes", c_void_p), ("qkv_limit", c_float),
+        ("slopes", c_void_p), ("distance_bias", c_void_p), ("distances", c_int32), ("qkv_limit", c_float),
         ("layer_input", c_int32), ("streams", c_int32), ("active_stream", c_int32), ("cuts", c_int32),
         ("apart", c_int32), ("input_table", Weight), ("input_project", Weight),
         ("input_norm", c_void_p), ("spread", Weight), ("gather", POINTER(Weight)),

@@ -466,7 +466,8 @@ class NativeModel:
         wide = layer.q_norm is not None and shape.heads > 1 and len(layer.q_norm) == query
         struct.wide_norms = wide and layer.q_norm_bias is None
         lengths = dict.fromkeys(("attention_norm", "mlp_norm", "attention_out_norm", "mlp_out_norm", "out_bias",
-                                 "down_bias", "attention_norm_bias", "mlp_norm_bias"), hidden)
+                                 "down_bias", "attention_norm_bias", "mlp_norm_bias", "attention_sum_norm",
+                                 "attention_sum_bias", "mlp_sum_norm", "mlp_sum_bias"), hidden)
         lengths |= {"q_norm": query if wide else sizes.head_dim, "k_norm": kv if wide else sizes.head_dim,
                     "q_norm_bias": query, "k_norm_bias": kv,
                     "out_sub_norm": query, "down_sub_norm": ffn,
@@ -492,7 +493,7 @@ class NativeModel:
             self._memory_unit(struct, layer.memory_unit, source)
         bare = kind.norms.attention is kind.norms.attention_out is None  # as the layers of some draft heads
         if None in (not kind.mixers or bare or struct.attention_norm or struct.attention_out_norm,
-                    not kind.feeds or struct.mlp_norm or struct.mlp_out_norm):
+                    not kind.feeds or struct.mlp_norm or struct.mlp_out_norm or struct.mlp_sum_norm):
             raise ValueError("attention_norm and mlp_norm, or the norms of the sublayers' outputs, must be given")
         return struct
 
@@ -509,6 +510,8 @@ class NativeModel:
             struct.attention_norm_bias = self._vector("the bias of that norm", cross.norm_bias, shape.hidden)
             struct.qkv_bias = self._vector("the bias of queries", cross.query_bias, rows)
             struct.out_bias = self._vector("the bias of out", cross.out_bias, shape.hidden)
+            struct.attention_sum_norm = self._vector("the norm after cross-attention", cross.sum_norm, shape.hidden)
+            struct.attention_sum_bias = self._vector("the bias of that norm", cross.sum_norm_bias, shape.hidden)
         return struct
 
     def _memory_unit(self, struct: LayerStruct, unit: GatedMemory, source: int) -> None:
@@ -645,6 +648,10 @@ class NativeModel:
         struct.qkv_limit = shape.qkv_limit or 0.0
         slopes = torch.tensor(shape.slopes, dtype=torch.float32) if shape.slopes else None
         struct.slopes = self._vector("slopes", slopes, shape.heads)
+        if weights.distance_bias is not None:
+            struct.distances = weights.distance_bias.shape[1]
+            struct.distance_bias = self._vector("biases by distance", weights.distance_bias.flatten(),
+                                                shape.heads * struct.distances)
         if weights.positions is not None:
             struct.position_count = len(weights.positions)
             struct.positions = address("positions", weights.positions, (struct.position_count, shape.hidden))

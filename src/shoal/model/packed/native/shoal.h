@@ -150,6 +150,8 @@ typedef struct {
     const float *out_sub_norm, *down_sub_norm; /* of the inputs of o and down; or NULL */
     float mlp_scale; /* further factor of what the feed-forward adds */
     int32_t crosses; /* whether attention to a source follows: that of the layer so many places after this one, see ShoalModel.layers */
+    const float *attention_sum_norm, *attention_sum_bias, *mlp_sum_norm, *mlp_sum_bias; /* of LayerNorms of the states, once a sublayer has
+                                                                                           added to them; or NULL */
 } ShoalLayer;
 
 /* How pages of experts are asked for before they are read, see foresight.h, and what came of it. */
@@ -199,6 +201,9 @@ typedef struct {
     int32_t rotates_first; /* whether queries and keys are rotated before they are normalised */
     int32_t drifts;        /* whether tokens may be rotated by less than their position, as behind pictures */
     const float *slopes;   /* [heads]: what a slot's place less the query's is multiplied by and added to the score (ALiBi); or NULL */
+    const float *distance_bias; /* [heads][distances], by how far a slot is before the query, added to the score: the last one for all
+                                   that are farther; not of attention to a source. Or NULL */
+    int32_t distances;
     float qkv_limit;       /* the largest size of a number of q, k and v; 0: none */
     int32_t layer_input;   /* numbers of a token's input to each layer; 0: there is none */
     int32_t streams, active_stream; /* of states between layers, and the one that layers compute on; 0: there is one */
