@@ -16,9 +16,13 @@ from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-SPECIAL = ("<pad>", "<s>", "</s>", "<image>", "<start_of_image>", "<end_of_image>", "<row>", "[IMG]", "[IMG_BREAK]",
-           "[IMG_END]", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", "<IMG_CONTEXT>", "<img>",
-           "</img>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>",
+from shoal.depth.plan import DepthPlan
+from shoal.model.layers.pictures import Pictures
+from shoal.model.runner import SequenceChunk
+
+SPECIAL = ("<pad>", "<s>", "</s>", "<image>", "<start_of_image>", "<end_of_image>", "<image_soft_token>",
+           "[IMG]", "[IMG_BREAK]", "[IMG_END]", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>",
+           "<IMG_CONTEXT>", "<img>", "</img>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>",
            *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)))
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}[{{ message['role'] }}]{% if message['content'] is string %}"
@@ -57,11 +61,13 @@ def _llava(ids: Mapping[str, int], text: dict[str, Any]) -> tuple[Any, Any]:
 def _gemma3(ids: Mapping[str, int], text: dict[str, Any]) -> tuple[Any, Any]:
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     config = hf.Gemma3Config(
-        text_config=hf.Gemma3TextConfig(**text, head_dim=16, sliding_window=24, layer_types=kinds),
-        vision_config=hf.SiglipVisionConfig(**_SIGHT), mm_tokens_per_image=16, image_token_index=ids["<image>"],
+        text_config=hf.Gemma3TextConfig(
+            **text, head_dim=16, query_pre_attn_scalar=16, sliding_window=24, layer_types=kinds),
+        vision_config=hf.SiglipVisionConfig(**_SIGHT, vision_use_head=False), mm_tokens_per_image=16,
+        image_token_index=ids["<image_soft_token>"],
         boi_token_index=ids["<start_of_image>"], eoi_token_index=ids["<end_of_image>"])
     return config, hf.Gemma3Processor(hf.Gemma3ImageProcessorPil(size={"height": 32, "width": 32}),
-                                      tokenizer("<start_of_image>"), image_seq_length=16)
+                                      tokenizer("<start_of_image>", "<image_soft_token>"), image_seq_length=16)
 
 
 def _idefics3(ids: Mapping[str, int], text: dict[str, Any]) -> tuple[Any, Any]:
@@ -216,3 +222,17 @@ def bare(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if isinstance(message["content"], list):
             message["content"] = [one if one["type"] == "text" else {"type": "image"} for one in message["content"]]
     return told
+
+
+def logits_of(engine: Any, ids: list[int], pictures: Pictures, most: int) -> Tensor:
+    """Logits [tokens, V] of a prompt that is read in pieces of at most `most` tokens, but for whole pictures."""
+    runner, plan, found, at = engine.runner, DepthPlan.full(engine.runner.num_layers), list[Tensor](), 0
+    laid, cache = pictures.laid(ids), runner.new_cache(1)
+    cache.attach(0, laid)
+    while at < len(ids):
+        size, mutual = laid.piece(at, min(most, len(ids) - at))
+        piece = SequenceChunk(0, ids[at : at + size], [0] * size, plan, wanted=size, mutual=mutual)
+        found.append(runner.forward([piece], cache))
+        cache.commit(0, range(size))
+        at += size
+    return torch.cat(found)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import Unsupported, told_by_transformers
+from shoal.model.gguf.projectors import PreprocessorConfig
 from shoal.model.layers.pictures import Picture
 from shoal.model.packed.source import Source
 from shoal.model.runner import ModelRunner
@@ -39,14 +40,15 @@ class Vision:
     Args:
         load: makes the whole model without layers of its decoder, when the first picture comes.
         runner: of the decoder.
-        place: folder or Hub id of the files, which say how pictures are prepared.
+        place: folder or Hub id of the files, which say how pictures are prepared, or what a GGUF file says of that.
         token: the id that stands for each state of a picture.
         merge: how many rows, and columns, of patches a row of tokens is made of.
         mutual: whether tokens of a picture see one another.
     """
 
     def __init__(
-        self, load: Callable[[], Any], runner: ModelRunner, place: str, token: int, mutual: bool, merge: int
+        self, load: Callable[[], Any], runner: ModelRunner, place: str | PreprocessorConfig, token: int, mutual: bool,
+        merge: int
     ) -> None:
         self._load, self._runner, self.place = load, runner, place
         self.token, self.mutual, self.merge = token, mutual, merge
@@ -101,7 +103,7 @@ def _joined(found: Tensor | Sequence[Tensor]) -> Tensor:
 
 
 def vision_of(
-    config: Any, source: Source, runner: ModelRunner, place: str, check: Callable[[int], None]
+    config: Any, source: Source, runner: ModelRunner, place: str | PreprocessorConfig, check: Callable[[int], None]
 ) -> Vision | None:
     """The encoder of pictures of a model by its weights, in the runner's dtype; None where Shoal reads text alone.
 

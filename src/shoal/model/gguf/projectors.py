@@ -1,0 +1,274 @@
+"""Encoders of pictures that GGUF files hold, by the type of their projector: configs, names of tensors, preparation.
+
+What names, layouts and metadata mean follows llama.cpp (gguf-py/gguf/tensor_mapping.py, conversion,
+tools/mtmd/clip.cpp): https://github.com/ggml-org/llama.cpp
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.errors import Unsupported
+from shoal.model.gguf.file import GgufFile
+from shoal.model.gguf.metadata import Metadata
+
+Fields = dict[str, Any]
+REMEDY = "Fetch the mmproj file that belongs to the model, or use the model's safetensors"
+
+
+@dataclass(frozen=True)
+class PreprocessorConfig:
+    """How pictures are prepared, for files that bring no preprocessor_config.json.
+
+    Attributes:
+        image_processor: the class in transformers.
+        options: what it is made with.
+        token: stands for each state of a picture.
+        mark: stands for a picture in a text before its tokens are written.
+        layout: how tokens are written: "same" number for each picture, by "patches", or by "tiles".
+        count: tokens of a picture, or of a tile of it; of patches, how many make one.
+        around: what stands before and behind the tokens.
+    """
+
+    image_processor: str
+    options: Mapping[str, Any]
+    token: str
+    mark: str
+    layout: str
+    count: int
+    around: tuple[str, str] = ("", "")
+
+
+@dataclass(frozen=True)
+class Projector:
+    """A type of projector, and the encoder before it.
+
+    Attributes:
+        model_type: of the whole model in transformers.
+        token: stands for each state of a picture.
+        ends: names in transformers, and in the file, of what lies outside of layers; without .weight and .bias.
+        prefix: of layers in transformers.
+        layer: names below a layer in transformers, and in the file.
+        width: a tensor of the file, and which of its dimensions is that of the decoder's states.
+        config: makes fields of the whole config, and of the encoder's.
+        prepared: makes what prepares pictures.
+        texts: model types of decoders that it belongs to; empty for any.
+        deeper: what names in transformers of projectors to the decoder's first layers begin with.
+        unread: parts that transformers' modules have and do not read, which files may lack.
+        aside: what names in the file of tensors begin with that are no encoder's.
+    """
+
+    model_type: str
+    token: str
+    ends: Mapping[str, str]
+    prefix: str
+    layer: Mapping[str, str]
+    width: tuple[str, int]
+    config: Callable[[GgufFile, Metadata, int], tuple[Fields, Fields]]
+    prepared: Callable[[Metadata, str], PreprocessorConfig]
+    texts: tuple[str, ...] = ()
+    deeper: str = ""
+    unread: tuple[str, ...] = ()
+    aside: tuple[str, ...] = ()
+
+
+def _image(metadata: Metadata) -> Fields:
+    """Options that all image processors share."""
+    return {"image_mean": _three(metadata, "vision.image_mean"), "image_std": _three(metadata, "vision.image_std")}
+
+
+def _three(metadata: Metadata, key: str) -> list[float]:
+    found = metadata.numbers(key, 3)
+    if found is None:
+        raise ValueError(f"the GGUF metadata entry clip.{key} is absent; it must be 3 numbers. Convert the model again")
+    return found
+
+
+def _tower(file: GgufFile, metadata: Metadata) -> Fields:
+    """Sizes of a vision transformer of CLIP's or SigLIP's kind."""
+    return {
+        "hidden_size": metadata.whole("vision.embedding_length"),
+        "intermediate_size": _inner(file, metadata),
+        "num_hidden_layers": metadata.whole("vision.block_count"),
+        "num_attention_heads": metadata.whole("vision.attention.head_count"),
+        "image_size": metadata.whole("vision.image_size"),
+        "patch_size": metadata.whole("vision.patch_size"),
+        "layer_norm_eps": metadata.number("vision.attention.layer_norm_epsilon"),
+    }
+
+
+def _inner(file: GgufFile, metadata: Metadata) -> int:
+    """Neurons of an MLP, by its matrices: what files of Qwen2-VL say of them is another number, or 0."""
+    info = file.header.tensors.get("v.blk.0.ffn_up.weight")
+    if info is None or len(info.shape) != 2:
+        raise lacks(file, "v.blk.0.ffn_up.weight")
+    rows, columns = info.shape
+    return rows if columns == metadata.whole("vision.embedding_length") else columns
+
+
+def _tiles(metadata: Metadata, scale: int) -> int:
+    """Patches of a picture, or of a tile, divided by `scale` in both directions."""
+    side = metadata.whole("vision.image_size") // metadata.whole("vision.patch_size") // scale
+    if not side:
+        raise ValueError(f"the GGUF metadata entry clip.vision.projector.scale_factor is {scale}; it must be at most "
+                         "the number of patches in a row. Convert the model again")
+    return side * side
+
+
+def _gemma3(file: GgufFile, metadata: Metadata, hidden: int) -> tuple[Fields, Fields]:
+    count = _tiles(metadata, metadata.whole("vision.projector.scale_factor", 4))
+    return {"mm_tokens_per_image": count}, _tower(file, metadata) | {"vision_use_head": False}
+
+
+def _gemma3_prepared(metadata: Metadata, token: str) -> PreprocessorConfig:
+    size = metadata.whole("vision.image_size")
+    count = _tiles(metadata, metadata.whole("vision.projector.scale_factor", 4))
+    return PreprocessorConfig("Gemma3ImageProcessorPil", _image(metadata) | {"size": {"height": size, "width": size}},
+                              token, "<start_of_image>", "same", count,
+                              ("\n\n<start_of_image>", "<end_of_image>\n\n"))
+
+
+def _idefics3(file: GgufFile, metadata: Metadata, hidden: int) -> tuple[Fields, Fields]:
+    return {"scale_factor": metadata.whole("vision.projector.scale_factor")}, _tower(file, metadata)
+
+
+def _idefics3_prepared(metadata: Metadata, token: str) -> PreprocessorConfig:
+    tile = metadata.whole("vision.image_size")
+    longest = metadata.whole("vision.preproc_image_size", tile)
+    sizes = {"size": {"longest_edge": longest}, "max_image_size": {"longest_edge": tile}}
+    return PreprocessorConfig("Idefics3ImageProcessorPil", _image(metadata) | sizes, token, token, "tiles",
+                              _tiles(metadata, metadata.whole("vision.projector.scale_factor")),
+                              ("<fake_token_around_image>", "<global-img>"))
+
+
+def _llava(file: GgufFile, metadata: Metadata, hidden: int) -> tuple[Fields, Fields]:
+    """LLaVA, whose files end with the layer that is read, and leave out the norm behind the last one."""
+    layers = metadata.whole("vision.block_count")
+    read = metadata.wholes("vision.feature_layer") if metadata.has("vision.feature_layer") else [layers]
+    if len(read) != 1 or not 0 < read[0] <= layers:
+        raise Unsupported(f"an mmproj file of layers {read[:8]} of {layers}", "Shoal reads the states of one", REMEDY)
+    if metadata.has("vision.image_grid_pinpoints"):
+        raise Unsupported("an mmproj file of LLaVA-NeXT", "Shoal reads those of LLaVA 1.5", REMEDY)
+    act = "silu" if metadata.flag("use_silu", False) else "gelu" if metadata.flag("use_gelu", False) else "quick_gelu"
+    return ({"vision_feature_layer": read[0], "vision_feature_select_strategy": "default"},
+            _tower(file, metadata) | {"model_type": "clip_vision_model", "hidden_act": act})
+
+
+def _llava_prepared(metadata: Metadata, token: str) -> PreprocessorConfig:
+    size = metadata.whole("vision.image_size")
+    sizes = {"size": {"shortest_edge": size}, "crop_size": {"height": size, "width": size}}
+    return PreprocessorConfig("CLIPImageProcessorPil", _image(metadata) | sizes, token, token, "same",
+                              _tiles(metadata, 1))
+
+
+def _qwen(file: GgufFile, metadata: Metadata) -> Fields:
+    """Sizes of Qwen's vision transformers."""
+    return {
+        "depth": metadata.whole("vision.block_count"),
+        "num_heads": metadata.whole("vision.attention.head_count"),
+        "patch_size": metadata.whole("vision.patch_size"),
+        "spatial_merge_size": metadata.whole("vision.spatial_merge_size", 2),
+        "temporal_patch_size": 2,
+    }
+
+
+def _qwen2(file: GgufFile, metadata: Metadata, hidden: int) -> tuple[Fields, Fields]:
+    own, inner = metadata.whole("vision.embedding_length"), _inner(file, metadata)
+    if inner % own:
+        raise Unsupported(f"MLPs of {inner} neurons in {file.path.name!r}", f"they must be a multiple of {own}", REMEDY)
+    return {}, _qwen(file, metadata) | {"embed_dim": own, "hidden_size": hidden, "mlp_ratio": inner // own}
+
+
+def _qwen25(file: GgufFile, metadata: Metadata, hidden: int) -> tuple[Fields, Fields]:
+    """Qwen2.5-VL: each `n_wa_pattern`th layer attends to all, others within windows of 112 pixels."""
+    layers, period = metadata.whole("vision.block_count"), metadata.whole("vision.n_wa_pattern")
+    return {}, _qwen(file, metadata) | {
+        "hidden_size": metadata.whole("vision.embedding_length"), "intermediate_size": _inner(file, metadata),
+        "out_hidden_size": hidden, "window_size": metadata.whole("vision.window_size", 112),
+        "fullatt_block_indexes": [layer for layer in range(layers) if (layer + 1) % period == 0]}
+
+
+def _qwen3(file: GgufFile, metadata: Metadata, hidden: int) -> tuple[Fields, Fields]:
+    places = file.header.tensors.get("v.position_embd.weight")
+    if places is None:
+        raise lacks(file, "v.position_embd.weight")
+    return {}, _qwen(file, metadata) | {
+        "hidden_size": metadata.whole("vision.embedding_length"), "intermediate_size": _inner(file, metadata),
+        "out_hidden_size": hidden, "num_position_embeddings": places.shape[0],
+        "deepstack_visual_indexes": deep(metadata)}
+
+
+def deep(metadata: Metadata) -> list[int]:
+    """Layers whose states are also added behind the decoder's first layers."""
+    if not metadata.has("vision.is_deepstack_layers"):
+        return []
+    layers = metadata.whole("vision.block_count")
+    return [layer for layer, one in enumerate(metadata.pattern("vision.is_deepstack_layers", 1, layers)) if one]
+
+
+def _qwen_prepared(metadata: Metadata, token: str) -> PreprocessorConfig:
+    """Where a file bounds no pixels, llama.cpp's bounds hold: 8 to 4096 tokens."""
+    patch, merge = metadata.whole("vision.patch_size"), metadata.whole("vision.spatial_merge_size", 2)
+    square = (patch * merge) ** 2
+    size = {"shortest_edge": metadata.whole("vision.image_min_pixels", 8 * square),
+            "longest_edge": metadata.whole("vision.image_max_pixels", 4096 * square)}
+    options = {"patch_size": patch, "merge_size": merge, "temporal_patch_size": 2, "size": size}
+    return PreprocessorConfig("Qwen2VLImageProcessorPil", _image(metadata) | options, token, token, "patches", merge**2)
+
+
+_ATTENTION = {f"self_attn.{part}_proj": f"attn_{place}" for part, place in
+              (("q", "q"), ("k", "k"), ("v", "v"), ("out", "out"))}
+_SIGLIP = {**_ATTENTION, "layer_norm1": "ln1", "layer_norm2": "ln2", "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down"}
+_QWEN = {"norm1": "ln1", "norm2": "ln2", "attn.qkv": "attn_qkv", "attn.proj": "attn_out"}
+
+
+def _embedded(prefix: str) -> dict[str, str]:
+    return {f"{prefix}embeddings.patch_embedding": "v.patch_embd", f"{prefix}post_layernorm": "v.post_ln",
+            f"{prefix}embeddings.position_embedding": "v.position_embd"}
+
+
+_MERGED = {"visual.patch_embed.proj": "v.patch_embd", "visual.merger.ln_q": "v.post_ln", "visual.merger.mlp.0": "mm.0",
+           "visual.merger.mlp.2": "mm.2"}
+PROJECTORS: Mapping[str, Projector] = {
+    "gemma3": Projector(
+        "gemma3", "<image_soft_token>",
+        {**_embedded("vision_tower.vision_model."), "multi_modal_projector.mm_soft_emb_norm": "mm.soft_emb_norm",
+         "multi_modal_projector.mm_input_projection_weight": "mm.input_projection"},
+        "vision_tower.vision_model.encoder.layers.", _SIGLIP, ("mm.input_projection.weight", 1), _gemma3,
+        _gemma3_prepared, ("gemma3_text",)),
+    "idefics3": Projector(
+        "idefics3", "<image>",
+        {**_embedded("model.vision_model."), "model.connector.modality_projection.proj": "mm.model.fc"},
+        "model.vision_model.encoder.layers.", _SIGLIP, ("mm.model.fc.weight", 0), _idefics3, _idefics3_prepared),
+    "qwen2vl_merger": Projector(
+        "qwen2_vl", "<|image_pad|>", _MERGED, "visual.blocks.",
+        {**_QWEN, "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down"}, ("mm.2.weight", 0), _qwen2, _qwen_prepared,
+        ("qwen2_vl_text",)),
+    "qwen2.5vl_merger": Projector(
+        "qwen2_5_vl", "<|image_pad|>", _MERGED, "visual.blocks.",
+        {**_QWEN, "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"},
+        ("mm.2.weight", 0), _qwen25, _qwen_prepared, ("qwen2_vl_text",)),
+    "qwen3vl_merger": Projector(
+        "qwen3_vl", "<|image_pad|>",
+        {"model.visual.patch_embed.proj": "v.patch_embd", "model.visual.pos_embed": "v.position_embd",
+         "model.visual.merger.norm": "v.post_ln", "model.visual.merger.linear_fc1": "mm.0",
+         "model.visual.merger.linear_fc2": "mm.2"},
+        "model.visual.blocks.", {**_QWEN, "mlp.linear_fc1": "ffn_up", "mlp.linear_fc2": "ffn_down"},
+        ("mm.2.weight", 0), _qwen3, _qwen_prepared, ("qwen3_vl_text",), "model.visual.deepstack_merger_list."),
+    "mlp": Projector(
+        "llava", "<image>",
+        {**_embedded("vision_tower.vision_model."),
+         "vision_tower.vision_model.embeddings.class_embedding": "v.class_embd",
+         "vision_tower.vision_model.pre_layrnorm": "v.pre_ln", "multi_modal_projector.linear_1": "mm.0",
+         "multi_modal_projector.linear_2": "mm.2"},
+        "vision_tower.vision_model.encoder.layers.", _SIGLIP, ("mm.2.weight", 0), _llava, _llava_prepared,
+        unread=("v.post_ln",)),
+}
+"""Types of projectors by their names in GGUF files."""
+
+
+def lacks(file: GgufFile, place: str) -> Unsupported:
+    """What to raise for a file without a tensor that its encoder needs."""
+    return Unsupported(f"{file.path.name!r} without {place}", "its encoder of pictures needs it", REMEDY)
