@@ -15,6 +15,7 @@ import mmproj_files
 import seers
 import shoal
 from shoal.engine.pictures import read_chat
+from shoal.errors import Unsupported
 
 KINDS = mmproj_files.KINDS
 _IDS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
@@ -74,3 +75,78 @@ def test_greedy_answers_are_those_of_transformers(kind: str) -> None:
         logits = model(**inputs).logits[0]
     assert pictures is not None
     torch.testing.assert_close(seers.logits_of(engine, ids, pictures, 7), logits, rtol=0, atol=1e-5)
+
+
+def refused(folder: Path) -> str:
+    """What a model of that folder says to a picture; text it reads as before."""
+    engine = shoal.load(str(folder / "model.gguf"), dtype="float32")
+    assert len(engine.generate("Hello", max_new_tokens=2, ignore_eos=True).tokens) == 2
+    with pytest.raises((Unsupported, ValueError)) as error:
+        read_chat(engine, asked(seers.picture(1)))
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def written(folder: Path, kind: str = "idefics3", **changes: Any) -> Path:
+    """A model whose encoder has such changes."""
+    model, processor = seers.seer(kind)
+    mmproj_files.write_decoder(folder / "model.gguf", model, kind, processor.tokenizer)
+    mmproj_files.write_mmproj(folder / "mmproj-F32.gguf", model, kind, **changes)
+    return folder
+
+
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"without": "mm.model.fc.weight"}, "'mmproj-F32.gguf' without mm.model.fc.weight: its encoder of pictures needs"),
+    ({"without": "v.blk.1.ln2.weight"}, "'mmproj-F32.gguf' without v.blk.1.ln2.weight"),
+    ({"without": "v.blk.0.attn_q.bias"}, "without model.vision_model.encoder.layers.0.self_attn.q_proj.bias"),
+    ({"more": {"v.other.weight": ("F32", (1,), bytes(4))}}, "with v.other.weight: its encoder has no place for it"),
+    ({"metadata": {"clip.projector_type": "resampler"}}, "of projector type 'resampler': Shoal reads gemma3, idefics3"),
+    ({"metadata": {"clip.projector_type": "qwen3vl_merger"}}, "without mm.2.weight"),
+    ({"metadata": {"clip.vision.block_count": 1}}, "with v.blk.1.attn_k.bias"),
+    ({"metadata": {"clip.vision.block_count": 1 << 30}}, "announces 1073741824 layers and has 38 tensors"),
+    ({"metadata": {"clip.vision.image_size": None}}, "clip.vision.image_size is absent; it must be a whole number"),
+    ({"metadata": {"clip.vision.image_size": 64}}, "position_embedding.weight is of another shape"),
+    ({"metadata": {"clip.vision.attention.head_count": 5}}, "embed_dim must be divisible by num_heads"),
+    ({"metadata": {"clip.vision.image_mean": [0.5]}}, "clip.vision.image_mean is [0.5]; it must be 3"),
+    ({"metadata": {"clip.vision.projector.scale_factor": 99}}, "clip.vision.projector.scale_factor is 99"),
+    ({"metadata": {"general.architecture": "llama"}}, "is no encoder of pictures"),
+])
+def test_an_encoder_that_cannot_be_read_is_told_in_a_line(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    assert said in refused(written(tmp_path, **changes))
+
+
+def test_an_encoder_of_another_model_is_left_alone(tmp_path: Path) -> None:
+    folder = written(tmp_path)
+    model, _ = seers.seer("gemma3")
+    mmproj_files.write_mmproj(folder / "mmproj-F32.gguf", model, "gemma3")
+    assert "it is for model type gemma3_text, and this is llama" in refused(folder)
+    model.model.multi_modal_projector.mm_input_projection_weight.data = torch.ones(32, 128)
+    mmproj_files.write_mmproj(folder / "mmproj-F32.gguf", model, "gemma3")
+    assert "'mmproj-F32.gguf' for this model: its states have size 128, and the model's 64" in refused(folder)
+    (folder / "mmproj-F32.gguf").write_bytes(b"GGUF")
+    assert "mmproj-F32.gguf" in refused(folder)
+
+
+def test_of_several_encoders_the_usual_one_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = written(tmp_path)
+    model, _ = seers.seer("idefics3")
+    for form in ("Q8_0", "F16"):
+        mmproj_files.write_mmproj(folder / f"mmproj-{form}.gguf", model, "idefics3", form)
+    engine = shoal.load(str(folder / "model.gguf"), dtype="float32")
+    assert "3 files read pictures for one model; taking 'mmproj-F16.gguf'" in caplog.text
+    assert read_chat(engine, asked(seers.picture(1)))[1] is not None
+
+
+def test_mlps_of_old_files_are_turned_round(tmp_path: Path) -> None:
+    """llama.cpp's first converter called the upper matrix `ffn_down`."""
+    model, processor = seers.seer("llava")
+    mmproj_files.write_decoder(tmp_path / "model.gguf", model, "llava", processor.tokenizer)
+    turned = {name: one for name, one in mmproj_files.tensors_of(model, "llava").items() if ".ffn_" in name}
+    swap = {"ffn_up": "ffn_down", "ffn_down": "ffn_up"}
+    other = {name.replace(part, swap[part]): mmproj_files.encoded(one, "F32")
+             for name, one in turned.items() if (part := name.split(".")[3])}
+    mmproj_files.write_mmproj(tmp_path / "mmproj-F32.gguf", model, "llava", more=other)
+    engine = shoal.load(str(tmp_path / "model.gguf"), dtype="float32")
+    _, pictures = read_chat(engine, asked(seers.picture(1), "What?"))
+    assert pictures is not None
+    torch.testing.assert_close(pictures.states, features("llava", seers.picture(1), "F32"), rtol=0, atol=1e-5)

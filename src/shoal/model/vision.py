@@ -135,10 +135,15 @@ def _module(
     state = {name: source[name].to(runner.dtype) for name in names}
     with told_by_transformers(f"the encoder of pictures of model type {config.model_type!r}"), _unreported():
         module, told = kind.from_pretrained(
-            None, config=small, state_dict=state, dtype=runner.dtype, output_loading_info=True)
+            None, config=small, state_dict=state, dtype=runner.dtype, output_loading_info=True,
+            ignore_mismatched_sizes=True)
     absent = sorted(name for name in told["missing_keys"] if _PARTS.search(name))
     if absent:
         raise Unsupported(f"a checkpoint without {absent[0]}", "its encoder of pictures needs all of its tensors",
+                          "Fetch the model again")
+    odd = sorted(str(one[0]) for one in told["mismatched_keys"] if _PARTS.search(str(one[0])))
+    if odd:
+        raise Unsupported(f"a checkpoint in which {odd[0]} is of another shape", "its config says which",
                           "Fetch the model again")
     return module.to(runner.device).eval()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
@@ -282,9 +282,9 @@ class Checkpoint:
         """Files beside its own that predict further tokens and may be drafters for it; none where it was changed."""
         return [] if self._gguf is None or self.changed is not None else further_beside(self._gguf.path.parent)
 
-    def sight(self, tokenizer: Any) -> tuple[Sight | None, str]:
-        """What reads pictures for a GGUF file; see `GgufCheckpoint.sight`."""
-        return (None, "") if self._gguf is None else self._gguf.sight(self.config(), tokenizer)
+    def sight(self, tokens: Callable[[], Mapping[str, int]]) -> tuple[Sight | None, str]:
+        """What reads pictures for a GGUF file of that vocabulary; see `GgufCheckpoint.sight`."""
+        return (None, "") if self._gguf is None else self._gguf.sight(self.config(), tokens)
 
     def _folder(self) -> Path:
         if Path(self.place).is_dir():

@@ -296,7 +296,10 @@ def _from_files(
 
 def _sees(engine: Engine, config: Any, files: Checkpoint) -> Engine:
     """Give an engine the encoder of pictures of its model, which is read when the first one comes."""
-    sight, engine.blind = files.sight(engine.tokenizer)
+    tokenizer = engine.tokenizer
+    sight, engine.blind = files.sight(lambda: {} if tokenizer is None else tokenizer.get_vocab())
+    if engine.blind:
+        log.info("reading no pictures: %s", engine.blind)
     config, source, place = (config, files.weights(), files.place) if sight is None else (
         sight.config, sight.source, sight.prepared)
     if source is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ class Sight:
     prepared: PreprocessorConfig
 
 
-def sight_beside(folder: Path, text: Any, tokens: Mapping[str, int]) -> tuple[Sight | None, str]:
+def sight_beside(folder: Path, text: Any, tokens: Callable[[], Mapping[str, int]]) -> tuple[Sight | None, str]:
     """What reads pictures for a model of that folder, and if nothing does, why; no reason where there is no file.
 
     Args:
@@ -58,39 +58,29 @@ def sight_beside(folder: Path, text: Any, tokens: Mapping[str, int]) -> tuple[Si
     found, reasons = list[Sight](), list[str]()
     for path in encoders_beside(folder):
         try:
-            found.append(_sight(GgufFile(path, encoder=True), text, tokens))
+            found.append(_sight(GgufFile(path, encoder=True), text, tokens()))
         except (OSError, ValueError) as error:
-            reasons.append(f"{path.name!r} beside it is of no use: {error}")
+            reasons.append(f"what lies beside it reads none: {error}")
     found.sort(key=lambda one: (one.source.preference, one.path.name))
     if len(found) > 1:
-        log.warning("several files read pictures for one model; taking %r", found[0].path.name)
-    if found:
-        return found[0], ""
-    for reason in reasons:
-        log.warning("reading text alone: %s", reason)
-    return None, "; ".join(reasons)
+        log.warning("%d files read pictures for one model; taking %r", len(found), found[0].path.name)
+    return (found[0], "") if found else (None, "; ".join(reasons))
 
 
 def _sight(file: GgufFile, text: Any, tokens: Mapping[str, int]) -> Sight:
     from transformers import AutoConfig
 
     metadata, name = Metadata(file.header), file.path.name
-    kind = _kind(metadata)
-    if kind is None or (metadata.has("has_vision_encoder") and not metadata.flag("has_vision_encoder", True)):
-        raise Unsupported(f"projector type {_type(metadata)!r}", f"Shoal reads {', '.join(PROJECTORS)}", REMEDY)
-    hidden, model = int(text.hidden_size), text.model_type
-    info, axis = file.header.tensors.get(kind.width[0]), kind.width[1]
-    if info is None or len(info.shape) != 2:
-        raise lacks(file, kind.width[0])
-    if info.shape[axis] != hidden or (kind.texts and model not in kind.texts):
-        wanted = f" and model type {' or '.join(kind.texts)}" if kind.texts else ""
-        raise Unsupported(f"{name!r} for this model", f"it is for hidden size {info.shape[axis]}{wanted}, and this has "
-                          f"{hidden} and is {model}", REMEDY)
+    kind = PROJECTORS.get(_type(metadata))
+    if kind is None or not metadata.flag("has_vision_encoder", True):
+        what = f"{name!r} of projector type {_type(metadata)!r}"
+        raise Unsupported(what, f"Shoal reads {', '.join(PROJECTORS)}", REMEDY)
+    hidden = int(text.hidden_size)
+    _check_fit(file, kind, text)
     if kind.token not in tokens:
         raise Unsupported(f"{name!r} for this model", f"its vocabulary has no {kind.token}", REMEDY)
-    if metadata.whole("vision.block_count") > len(file.header.tensors):
-        raise ValueError(f"{name!r} announces {metadata.whole('vision.block_count')} layers and has "
-                         f"{len(file.header.tensors)} tensors. {REMEDY}")
+    if (layers := metadata.whole("vision.block_count")) > (most := len(file.header.tensors)):
+        raise ValueError(f"{name!r} announces {layers} layers and has {most} tensors. {REMEDY}")
     source, prepared = MmprojSource(file, kind), kind.prepared(metadata, kind.token)
     own, sight = kind.config(file, metadata, hidden)
     own_text = {key: one for key, one in text.to_dict().items() if key != "model_type" or not kind.texts}
@@ -100,13 +90,24 @@ def _sight(file: GgufFile, text: Any, tokens: Mapping[str, int]) -> Sight:
     return Sight(file.path, config, source, prepared)
 
 
+def _check_fit(file: GgufFile, kind: Projector, text: Any) -> None:
+    """Refuse an encoder of another model."""
+    (place, axis), hidden = kind.width, int(text.hidden_size)
+    info = file.header.tensors.get(place)
+    if info is None or len(info.shape) != 2:
+        raise lacks(file, place)
+    if info.shape[axis] != hidden:
+        why = f"its states have size {info.shape[axis]}, and the model's {hidden}"
+    elif kind.texts and text.model_type not in kind.texts:
+        why = f"it is for model type {' or '.join(kind.texts)}, and this is {text.model_type}"
+    else:
+        return
+    raise Unsupported(f"{file.path.name!r} for this model", why, REMEDY)
+
+
 def _type(metadata: Metadata) -> str:
     """The projector's type; files that encode sound too have one for pictures."""
     return metadata.text("projector_type", metadata.text("vision.projector_type", ""))
-
-
-def _kind(metadata: Metadata) -> Projector | None:
-    return PROJECTORS.get(_type(metadata))
 
 
 class MmprojSource(Source):
