@@ -18,12 +18,15 @@ from torch import Tensor
 import seers
 from gguf_models import Raw, gguf_bytes, write_model
 
-KINDS = ("gemma3", "idefics3", "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-PROJECTORS = {"gemma3": "gemma3", "idefics3": "idefics3", "smolvlm": "idefics3", "llava": "mlp",
-              "qwen2_vl": "qwen2vl_merger", "qwen2_5_vl": "qwen2.5vl_merger", "qwen3_vl": "qwen3vl_merger"}
+KINDS = ("gemma3", "idefics3", "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "mistral3", "internvl")
+PROJECTORS = {"gemma3": "gemma3", "idefics3": "idefics3", "smolvlm": "idefics3", "llava": "mlp", "mistral3": "pixtral",
+              "internvl": "internvl", "qwen2_vl": "qwen2vl_merger",
+              "qwen2_5_vl": "qwen2.5vl_merger", "qwen3_vl": "qwen3vl_merger"}
 _DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
-_ACTIVATIONS = {"qwen2_vl": {}, "qwen2_5_vl": {"clip.use_silu": True}, "llava": {"clip.use_gelu": False}}
-_ARCHITECTURES = {"gemma3": "gemma3", "qwen2_vl": "qwen2vl", "qwen2_5_vl": "qwen2vl", "qwen3_vl": "qwen3vl"}
+_ACTIVATIONS = {"qwen2_vl": {}, "qwen2_5_vl": {"clip.use_silu": True}, "llava": {"clip.use_gelu": False},
+                "mistral3": {"clip.use_gelu": True}}
+_ARCHITECTURES = {"gemma3": "gemma3", "internvl": "qwen2", "qwen2_vl": "qwen2vl", "qwen2_5_vl": "qwen2vl",
+                  "qwen3_vl": "qwen3vl"}
 _DECODER = re.compile(r"^(?:model\.language_model|model\.text_model)\.")
 _PARTS = {
     "embeddings.class_embedding": "v.class_embd", "embeddings.patch_embedding": "v.patch_embd",
@@ -32,12 +35,22 @@ _PARTS = {
     "mm_input_projection_weight": "mm.input_projection.weight", "mm_soft_emb_norm": "mm.soft_emb_norm",
     "modality_projection.proj": "mm.model.fc", "merger.ln_q": "v.post_ln", "merger.norm": "v.post_ln",
     "merger.mlp.0": "mm.0", "merger.mlp.2": "mm.2", "merger.linear_fc1": "mm.0", "merger.linear_fc2": "mm.2",
-    "patch_embed.proj": "v.patch_embd", "pos_embed": "v.position_embd"}
+    "patch_embed.proj": "v.patch_embd", "pos_embed": "v.position_embd",
+    "embeddings.cls_token": "v.class_embd", "embeddings.position_embeddings": "v.position_embd.weight",
+    "patch_embeddings.projection": "v.patch_embd", "multi_modal_projector.layer_norm": "mm.model.mlp.0",
+    "patch_conv": "v.patch_embd", "ln_pre": "v.pre_ln", "multi_modal_projector.norm": "mm.input_norm",
+    "patch_merger.merging_layer": "mm.patch_merger"}
+_PROJECTIONS = {"mistral3": ("mm.1", "mm.2"), "internvl": ("mm.model.mlp.1", "mm.model.mlp.3")}
 _LAYER = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
           "self_attn.out_proj": "attn_out", "layer_norm1": "ln1", "layer_norm2": "ln2", "mlp.fc1": "ffn_up",
           "mlp.fc2": "ffn_down", "norm1": "ln1", "norm2": "ln2", "attn.qkv": "attn_qkv", "attn.proj": "attn_out",
           "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-          "mlp.linear_fc1": "ffn_up", "mlp.linear_fc2": "ffn_down"}
+          "mlp.linear_fc1": "ffn_up", "mlp.linear_fc2": "ffn_down", "attention.q_proj": "attn_q",
+          "attention.k_proj": "attn_k", "attention.v_proj": "attn_v", "attention.o_proj": "attn_out",
+          "attention.projection_layer": "attn_out", "attention_norm": "ln1", "ffn_norm": "ln2",
+          "layernorm_before": "ln1", "layernorm_after": "ln2", "feed_forward.gate_proj": "ffn_gate",
+          "feed_forward.up_proj": "ffn_up", "feed_forward.down_proj": "ffn_down", "lambda_1": "ls1.weight",
+          "lambda_2": "ls2.weight"}
 
 
 def sees(name: str) -> bool:
@@ -56,6 +69,9 @@ def tensors_of(model: Any, kind: str) -> dict[str, Tensor]:
         elif "attn.qkv" in name and kind != "qwen3_vl":
             stem, end = _place(name, model).rsplit("attn_qkv", 1)
             found |= {f"{stem}attn_{part}{end}": one for part, one in zip("qkv", tensor.chunk(3), strict=True)}
+        elif kind == "mistral3" and re.search(r"attention\.[qk]_proj", name):
+            heads = tensor.view(4, 2, -1, tensor.shape[1])  # of which llama.cpp rotates neighbouring dimensions
+            found[_place(name, model)] = heads.transpose(1, 2).reshape(tensor.shape)
         else:
             found[_place(name, model)] = tensor + 1 if "soft_emb_norm" in name else tensor
     return found
@@ -65,7 +81,10 @@ def _place(name: str, model: Any) -> str:
     stem, dot, end = name.rpartition(".")
     if "." not in name or end not in ("weight", "bias"):
         stem, dot, end = name, "", ""
-    inside = re.search(r"\.(?:layers|blocks)\.(\d+)\.(.+)", stem)
+    linear = re.search(r"multi_modal_projector\.linear_([12])$", stem)
+    if linear is not None and model.config.model_type in _PROJECTIONS:
+        return f"{_PROJECTIONS[model.config.model_type][int(linear[1]) - 1]}.{end}"
+    inside = re.search(r"\.(?:layers?|blocks)\.(\d+)\.(.+)", stem)
     if inside is not None:
         return f"v.blk.{inside[1]}.{_LAYER[inside[2]]}{dot}{end}"
     deep = re.search(r"deepstack_merger_list\.(\d+)\.(norm|linear_(fc\d))", stem)
@@ -86,13 +105,17 @@ def metadata_of(model: Any, kind: str) -> dict[str, Any]:
         "feed_forward_length": state["v.blk.0.ffn_up.weight"].shape[0],
         "block_count": sight.depth if qwen else sight.num_hidden_layers,
         "attention.head_count": sight.num_heads if qwen else sight.num_attention_heads,
-        "attention.layer_norm_epsilon": 1e-6 if qwen else float(sight.layer_norm_eps),
+        "attention.layer_norm_epsilon": float(getattr(sight, "layer_norm_eps", {"mistral3": 1e-5}.get(kind, 1e-6))),
         "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
     if kind in ("idefics3", "smolvlm"):
         own |= {"projector.scale_factor": 2, "preproc_image_size": 64}
+    if kind == "mistral3":
+        own |= {"spatial_merge_size": 2}
+    if kind == "internvl":
+        own |= {"patch_size": 8, "projector.scale_factor": 2, "preproc_max_tiles": 4}
     if kind == "gemma3":
         own |= {"projector.scale_factor": 1}
-    if kind == "llava" or qwen:
+    if kind in ("llava", "mistral3", "internvl") or qwen:
         own |= {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
     if kind == "llava":
         own |= {"feature_layer": [1]}
@@ -165,7 +188,7 @@ def write_decoder(path: Path, model: Any, kind: str, tokenizer: Any) -> None:
     state = {_DECODER.sub("model.", name): tensor for name, tensor in model.state_dict().items()
              if _DECODER.search(name) or name == "lm_head.weight"}
     extra = words_of(tokenizer)
-    if architecture.startswith("qwen"):
+    if architecture.endswith("vl"):
         extra |= {f"{architecture}.rope.dimension_sections": [*text.rope_parameters["mrope_section"], 0]}
     text.tie_word_embeddings = torch.equal(state["lm_head.weight"], state["model.embed_tokens.weight"])
     decoder = SimpleNamespace(config=text, state_dict=lambda: state)
@@ -174,7 +197,7 @@ def write_decoder(path: Path, model: Any, kind: str, tokenizer: Any) -> None:
 
 def write(folder: Path, kind: str, form: str = "F32") -> tuple[Any, Any]:
     """A decoder `model.gguf` and its encoder `mmproj-TYPE.gguf`; the model of the same numbers, and its processor."""
-    model, processor = seers.seer(kind)
+    model, processor = seers.seer(kind, {**seers.MAKERS, **seers.FURTHER})
     for name, parameter in model.named_parameters():
         parameter.data = rounded(parameter.data, form if sees(name) else "F32")
     write_decoder(folder / "model.gguf", model, kind, processor.tokenizer)

@@ -69,7 +69,20 @@ def _tiled(inputs: Mapping[str, Any], processor: Any, prepared: PreprocessorConf
     return found
 
 
-_LAYOUTS = {"same": _same, "tiles": _tiled}
+def _cropped(inputs: Mapping[str, Any], processor: Any, prepared: PreprocessorConfig) -> list[str]:
+    """As many tokens for each crop of a picture, which stand side by side, as InternVL has them."""
+    before, behind = prepared.around
+    return [before + prepared.token * prepared.count * int(crops) + behind for crops in inputs["num_patches"]]
+
+
+def _by_rows(inputs: Mapping[str, Any], processor: Any, prepared: PreprocessorConfig) -> list[str]:
+    """Rows of tokens with a token between them, and another behind, as Pixtral has them."""
+    between, behind = prepared.around
+    return [between.join([prepared.token * (int(width) // prepared.count)] * (int(height) // prepared.count)) + behind
+            for height, width in inputs["image_sizes"]]
+
+
+_LAYOUTS = {"same": _same, "tiles": _tiled, "crops": _cropped, "rows": _by_rows}
 
 
 def processor_of(prepared: PreprocessorConfig, tokenizer: Any) -> Written:

@@ -16,6 +16,7 @@ from shoal.errors import Unsupported, told_by_transformers
 from shoal.model.gguf.file import GgufFile
 from shoal.model.gguf.metadata import Metadata
 from shoal.model.gguf.projectors import PROJECTORS, REMEDY, PreprocessorConfig, Projector, deep, lacks
+from shoal.model.gguf.source import halves
 from shoal.model.gguf.splits import encoders_beside
 from shoal.model.packed.source import Source
 
@@ -26,6 +27,11 @@ _SOUND = ("a.", "mm.a.")
 _TYPES = ("F16", "BF16", "Q8_0", "F32")
 """Of several files that fit, the first of these is read."""
 _QKV = tuple(f"attn_{part}" for part in "qkv")
+_ROTATED = ("attn_q.weight", "attn_k.weight")
+_BATCHED = ("cls_token", "position_embeddings")
+"""Ends of names of parameters that have a dimension more than their meaning asks for."""
+_WHOLE = ("mm_input_projection_weight", "position_embeddings", "lambda_1", "lambda_2")
+"""Ends of names of weights that are parameters themselves, and so no `.weight`."""
 _DEEP = {"norm": "norm", "linear_fc1": "fc1", "linear_fc2": "fc2"}
 
 log = logging.getLogger(__name__)
@@ -122,6 +128,7 @@ class MmprojSource(Source):
         if left:
             raise Unsupported(f"{file.path.name!r} with {left[0]}", "its encoder has no place for it", REMEDY)
         self._width = self._metadata.whole("vision.embedding_length")
+        self._turned, self._heads = kind.turned, self._metadata.whole("vision.attention.head_count")
 
     @property
     def preference(self) -> int:
@@ -147,6 +154,10 @@ class MmprojSource(Source):
             return torch.stack(parts, 2)
         if name.endswith("mm_soft_emb_norm.weight"):
             return parts[0].float() - 1
+        if name.endswith(_BATCHED):
+            return parts[0].view(1, -1, self._width)
+        if self._turned and places[0].endswith(_ROTATED):
+            return parts[0][halves(self._file.header.tensors[places[0]], self._heads)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _laid(self, kind: Projector) -> dict[str, tuple[str, ...]]:
@@ -190,4 +201,4 @@ class MmprojSource(Source):
             weights = (*weights, _NEXT_FRAME)
         biases = tuple(f"{place}.bias" for place in places)
         bias = {f"{name}.bias": biases} if all(map(self._file.has, biases)) else {}
-        return {name if name.endswith("_weight") else f"{name}.weight": weights, **bias}
+        return {name if name.endswith(_WHOLE) else f"{name}.weight": weights, **bias}

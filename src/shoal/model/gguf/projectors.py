@@ -27,9 +27,9 @@ class PreprocessorConfig:
         options: what it is made with.
         token: stands for each state of a picture.
         mark: stands for a picture in a text before its tokens are written.
-        layout: how tokens are written: "same" number for each picture, by "patches", or by "tiles".
-        count: tokens of a picture, or of a tile of it; of patches, how many make one.
-        around: what stands before and behind the tokens.
+        layout: how tokens are written: as many for each picture ("same"), or by "patches", "tiles", "crops" or "rows".
+        count: tokens of a picture, a tile or a crop; patches of a token; or pixels of a token's side, for "rows".
+        around: what stands before and behind tokens.
     """
 
     image_processor: str
@@ -58,6 +58,7 @@ class Projector:
         deeper: what names in transformers of projectors to the decoder's first layers begin with.
         unread: parts that transformers' modules have and do not read, which files may lack.
         aside: what names in the file of tensors begin with that are no encoder's.
+        turned: whether rows of queries and keys are ordered for rotating neighbouring dimensions.
     """
 
     model_type: str
@@ -72,6 +73,7 @@ class Projector:
     deeper: str = ""
     unread: tuple[str, ...] = ()
     aside: tuple[str, ...] = ()
+    turned: bool = False
 
 
 def _image(metadata: Metadata) -> Fields:
@@ -218,6 +220,43 @@ def _qwen_prepared(metadata: Metadata, token: str) -> PreprocessorConfig:
     return PreprocessorConfig("Qwen2VLImageProcessorPil", _image(metadata) | options, token, token, "patches", merge**2)
 
 
+def _pixtral(file: GgufFile, metadata: Metadata, hidden: int) -> tuple[Fields, Fields]:
+    sizes = _tower(file, metadata)
+    del sizes["layer_norm_eps"]  # transformers' is 1e-5, as published models have it
+    act = "silu" if metadata.flag("use_silu", False) else "gelu"
+    rope = {"rope_type": "default", "rope_theta": metadata.number("rope.freq_base", 10000.0)}
+    head_dim = sizes["hidden_size"] // sizes["num_attention_heads"]
+    return ({"spatial_merge_size": metadata.whole("vision.spatial_merge_size", 1), "vision_feature_layer": -1,
+             "multimodal_projector_bias": file.has("mm.1.bias")},
+            sizes | {"model_type": "pixtral", "hidden_act": act, "head_dim": head_dim, "rope_parameters": rope})
+
+
+def _pixtral_prepared(metadata: Metadata, token: str) -> PreprocessorConfig:
+    side = metadata.whole("vision.patch_size") * metadata.whole("vision.spatial_merge_size", 1)
+    options = {"patch_size": side, "size": {"longest_edge": metadata.whole("vision.image_size")}}
+    return PreprocessorConfig("PixtralImageProcessorPil", _image(metadata) | options, token, token, "rows", side,
+                              ("[IMG_BREAK]", "[IMG_END]"))
+
+
+def _internvl(file: GgufFile, metadata: Metadata, hidden: int) -> tuple[Fields, Fields]:
+    sizes = _tower(file, metadata)
+    if not file.has("v.blk.0.ln1.bias"):
+        raise Unsupported(f"{file.path.name!r} with norms without biases", "Shoal reads those with them", REMEDY)
+    act = "silu" if metadata.flag("use_silu", False) else "gelu"
+    square = {key: [sizes[key]] * 2 for key in ("image_size", "patch_size")}
+    return ({"downsample_ratio": 1 / metadata.whole("vision.projector.scale_factor")},
+            sizes | square | {"hidden_act": act, "attention_bias": file.has("v.blk.0.attn_q.bias")})
+
+
+def _internvl_prepared(metadata: Metadata, token: str) -> PreprocessorConfig:
+    size = metadata.whole("vision.image_size")
+    options = {"size": {"height": size, "width": size}, "crop_to_patches": True,
+               "min_patches": metadata.whole("vision.preproc_min_tiles", 1),
+               "max_patches": metadata.whole("vision.preproc_max_tiles", 12)}
+    return PreprocessorConfig("GotOcr2ImageProcessorPil", _image(metadata) | options, token, token, "crops",
+                              _tiles(metadata, metadata.whole("vision.projector.scale_factor")), ("<img>", "</img>"))
+
+
 _ATTENTION = {f"self_attn.{part}_proj": f"attn_{place}" for part, place in
               (("q", "q"), ("k", "k"), ("v", "v"), ("out", "out"))}
 _SIGLIP = {**_ATTENTION, "layer_norm1": "ln1", "layer_norm2": "ln2", "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down"}
@@ -257,6 +296,29 @@ PROJECTORS: Mapping[str, Projector] = {
          "model.visual.merger.linear_fc2": "mm.2"},
         "model.visual.blocks.", {**_QWEN, "mlp.linear_fc1": "ffn_up", "mlp.linear_fc2": "ffn_down"},
         ("mm.2.weight", 0), _qwen3, _qwen_prepared, ("qwen3_vl_text",), "model.visual.deepstack_merger_list."),
+    "internvl": Projector(
+        "internvl", "<IMG_CONTEXT>",
+        {"vision_tower.embeddings.cls_token": "v.class_embd",
+         "vision_tower.embeddings.position_embeddings": "v.position_embd",
+         "vision_tower.embeddings.patch_embeddings.projection": "v.patch_embd",
+         "multi_modal_projector.layer_norm": "mm.model.mlp.0", "multi_modal_projector.linear_1": "mm.model.mlp.1",
+         "multi_modal_projector.linear_2": "mm.model.mlp.3"},
+        "vision_tower.encoder.layer.",
+        {"attention.q_proj": "attn_q", "attention.k_proj": "attn_k", "attention.v_proj": "attn_v",
+         "attention.projection_layer": "attn_out", "layernorm_before": "ln1", "layernorm_after": "ln2",
+         "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down", "lambda_1": "ls1", "lambda_2": "ls2"},
+        ("mm.model.mlp.3.weight", 0), _internvl, _internvl_prepared),
+    "pixtral": Projector(
+        "mistral3", "[IMG]",
+        {"vision_tower.patch_conv": "v.patch_embd", "vision_tower.ln_pre": "v.pre_ln",
+         "multi_modal_projector.norm": "mm.input_norm", "multi_modal_projector.linear_1": "mm.1",
+         "multi_modal_projector.patch_merger.merging_layer": "mm.patch_merger",
+         "multi_modal_projector.linear_2": "mm.2"},
+        "vision_tower.transformer.layers.",
+        {**{f"attention.{part}_proj": f"attn_{place}" for part, place in zip("qkvo", (*"qkv", "out"), strict=True)},
+         "attention_norm": "ln1", "ffn_norm": "ln2", "feed_forward.gate_proj": "ffn_gate",
+         "feed_forward.up_proj": "ffn_up", "feed_forward.down_proj": "ffn_down"},
+        ("mm.2.weight", 0), _pixtral, _pixtral_prepared, turned=True, aside=("v.token_embd.img_break",)),
     "mlp": Projector(
         "llava", "<image>",
         {**_embedded("vision_tower.vision_model."),
