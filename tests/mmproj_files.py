@@ -6,7 +6,9 @@ Names and layouts are llama.cpp's, written here from the transformers side and i
 
 from __future__ import annotations
 
+import hashlib
 import re
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +19,7 @@ from torch import Tensor
 
 import seers
 from gguf_models import Raw, gguf_bytes, write_model
+from shoal.model.gguf.file import GgufFile
 
 KINDS = ("gemma3", "idefics3", "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "mistral3", "internvl")
 PROJECTORS = {"gemma3": "gemma3", "idefics3": "idefics3", "smolvlm": "idefics3", "llava": "mlp", "mistral3": "pixtral",
@@ -193,6 +196,26 @@ def write_decoder(path: Path, model: Any, kind: str, tokenizer: Any) -> None:
     text.tie_word_embeddings = torch.equal(state["lm_head.weight"], state["model.embed_tokens.weight"])
     decoder = SimpleNamespace(config=text, state_dict=lambda: state)
     write_model(architecture, path, extra=extra, model=decoder)
+
+
+def filled(kind: str) -> tuple[Any, Any]:
+    """A model whose weights every type holds exactly and no release draws otherwise, and its processor."""
+    model, processor = seers.seer(kind, {**seers.MAKERS, **seers.FURTHER})
+    for name, parameter in model.named_parameters():
+        parts = [part for part in name.split(".") if part not in ("model", "vision_tower", "vision_model")]
+        count = torch.arange(parameter.numel()) * 31 + zlib.crc32(".".join(parts[-4:]).encode())
+        parameter.data = ((count % 255 - 127) / 128).view(parameter.shape)
+    return model, processor
+
+
+def facts_of(path: Path) -> dict[str, Any]:
+    """What a file says of its encoder, and shape and SHA-256 of each tensor's values in float32."""
+    file = GgufFile(path, encoder=True)
+    said = {key: found.tolist() if isinstance(found, memoryview) else found
+            for key, found in file.header.metadata.items() if key.startswith("clip.")}
+    tensors = {name: [list(info.shape), hashlib.sha256(file.values(name).float().numpy().tobytes()).hexdigest()]
+               for name, info in sorted(file.header.tensors.items())}
+    return {"metadata": said, "tensors": tensors}
 
 
 def write(folder: Path, kind: str, form: str = "F32") -> tuple[Any, Any]:

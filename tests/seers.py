@@ -131,13 +131,13 @@ Makers = Mapping[str, Callable[[Mapping[str, int], dict[str, Any]], tuple[Any, A
 def _mistral3(ids: Mapping[str, int], text: dict[str, Any]) -> tuple[Any, Any]:
     config = hf.Mistral3Config(
         text_config=hf.MistralConfig(**text, head_dim=16), image_token_index=ids["[IMG]"], vision_feature_layer=-1,
-        vision_config=hf.PixtralVisionConfig(**_SIGHT, head_dim=8), spatial_merge_size=2)
+        vision_config=hf.PixtralVisionConfig(**{**_SIGHT, "num_hidden_layers": 4}, head_dim=8), spatial_merge_size=2)
     pictures = hf.PixtralImageProcessorPil(size={"longest_edge": 32}, patch_size=16)
     return config, Expanded(pictures, "[IMG]", _rows)
 
 
 def _internvl(ids: Mapping[str, int], text: dict[str, Any]) -> tuple[Any, Any]:
-    sight = {**_SIGHT, "image_size": (32, 32), "patch_size": (8, 8), "attention_bias": True}
+    sight = {**_SIGHT, "num_hidden_layers": 4, "image_size": (32, 32), "patch_size": (8, 8), "attention_bias": True}
     config = hf.InternVLConfig(text_config=hf.Qwen2Config(**text), vision_config=hf.InternVLVisionConfig(**sight),
                                image_token_id=ids["<IMG_CONTEXT>"])
     pictures = hf.GotOcr2ImageProcessorPil(

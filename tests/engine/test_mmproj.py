@@ -14,8 +14,10 @@ from torch import Tensor
 import mmproj_files
 import seers
 import shoal
+from shoal.engine.loading.checkpoint import Checkpoint
 from shoal.engine.pictures import read_chat
 from shoal.errors import Unsupported
+from shoal.serve.facts import ModelFacts
 
 KINDS = mmproj_files.KINDS
 _IDS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
@@ -150,3 +152,20 @@ def test_mlps_of_old_files_are_turned_round(tmp_path: Path) -> None:
     _, pictures = read_chat(engine, asked(seers.picture(1), "What?"))
     assert pictures is not None
     torch.testing.assert_close(pictures.states, features("llava", seers.picture(1), "F32"), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_those_of_the_model(kind: str) -> None:
+    engine, model, _ = made(kind)
+    assert engine.vision is not None
+    found, wanted = engine.vision.module.state_dict(), model.state_dict()
+    for name in filter(mmproj_files.sees, wanted):
+        if kind != "llava" or "post_layernorm" not in name:  # which files leave out, as nobody reads it
+            torch.testing.assert_close(found[name], wanted[name], rtol=0, atol=1e-6)
+
+
+def test_what_is_told_of_a_model_that_is_not_in_memory(tmp_path: Path) -> None:
+    folder = written(tmp_path)
+    assert ModelFacts.of_files(Checkpoint(str(folder / "model.gguf"), None, False)).sees
+    (folder / "mmproj-F32.gguf").unlink()
+    assert not ModelFacts.of_files(Checkpoint(str(folder / "model.gguf"), None, False)).sees
