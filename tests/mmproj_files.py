@@ -21,7 +21,7 @@ import seers
 from gguf_models import Raw, gguf_bytes, write_model
 from shoal.model.gguf.file import GgufFile
 
-KINDS = ("gemma3", "idefics3", "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "mistral3", "internvl")
+KINDS = ("gemma3", "idefics3", "smolvlm", "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "mistral3", "internvl")
 PROJECTORS = {"gemma3": "gemma3", "idefics3": "idefics3", "smolvlm": "idefics3", "llava": "mlp", "mistral3": "pixtral",
               "internvl": "internvl", "qwen2_vl": "qwen2vl_merger",
               "qwen2_5_vl": "qwen2.5vl_merger", "qwen3_vl": "qwen3vl_merger"}

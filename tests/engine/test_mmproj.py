@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -14,9 +15,11 @@ from torch import Tensor
 import mmproj_files
 import seers
 import shoal
+from gguf_models import fuzzed
 from shoal.engine.loading.checkpoint import Checkpoint
 from shoal.engine.pictures import read_chat
 from shoal.errors import Unsupported
+from shoal.model.gguf.mmproj import sight_beside
 from shoal.serve.facts import ModelFacts
 
 KINDS = mmproj_files.KINDS
@@ -107,7 +110,13 @@ def written(folder: Path, kind: str = "idefics3", **changes: Any) -> Path:
     ({"metadata": {"clip.vision.block_count": 1}}, "with v.blk.1.attn_k.bias"),
     ({"metadata": {"clip.vision.block_count": 1 << 30}}, "announces 1073741824 layers and has 38 tensors"),
     ({"metadata": {"clip.vision.image_size": None}}, "clip.vision.image_size is absent; it must be a whole number"),
-    ({"metadata": {"clip.vision.image_size": 64}}, "position_embedding.weight is of another shape"),
+    ({"metadata": {"clip.vision.image_size": 64}}, "with places for 16 patches: its pictures have 8 by 8"),
+    ({"metadata": {"clip.vision.preproc_image_size": 9000}}, "is 9000; it must be a whole number from 1 to 8192"),
+    ({"metadata": {"clip.vision.patch_size": 256, "clip.vision.image_size": 1024}}, "numbers: the checkpoint"),
+    ({"metadata": {"clip.vision.image_size": 1 << 22}}, "is 4194304; it must be a whole number from 1 to 8192"),
+    ({"kind": "qwen2_vl", "metadata": {"clip.vision.image_min_pixels": 1 << 30}}, "from 1 to 67108864"),
+    ({"kind": "qwen2_vl", "metadata": {"clip.vision.spatial_merge_size": 4}}, "numbers: the checkpoint has"),
+    ({"more": {"v.blk.0.ln1.bias": ("F32", (16,), bytes(64))}}, "layer_norm1.bias is of another shape"),
     ({"metadata": {"clip.vision.attention.head_count": 5}}, "embed_dim must be divisible by num_heads"),
     ({"metadata": {"clip.vision.image_mean": [0.5]}}, "clip.vision.image_mean is [0.5]; it must be 3"),
     ({"metadata": {"clip.vision.projector.scale_factor": 99}}, "clip.vision.projector.scale_factor is 99"),
@@ -169,3 +178,16 @@ def test_what_is_told_of_a_model_that_is_not_in_memory(tmp_path: Path) -> None:
     assert ModelFacts.of_files(Checkpoint(str(folder / "model.gguf"), None, False)).sees
     (folder / "mmproj-F32.gguf").unlink()
     assert not ModelFacts.of_files(Checkpoint(str(folder / "model.gguf"), None, False)).sees
+
+
+@pytest.mark.parametrize("count", [pytest.param(60, id="60"), pytest.param(5_000, id="5000", marks=pytest.mark.slow)])
+def test_changed_files_end_in_a_line_or_an_encoder(count: int, tmp_path: Path) -> None:
+    path, rng, refused = written(tmp_path) / "mmproj-F32.gguf", random.Random(count), 0
+    raw, tokens = path.read_bytes(), dict.fromkeys(seers.SPECIAL, 7)
+    config = Checkpoint(str(tmp_path / "model.gguf"), None, False).config()
+    for _ in range(count):
+        path.write_bytes(fuzzed(raw, rng, raw.index(b"v.blk.") + 400))
+        found, why = sight_beside(tmp_path, config, lambda: tokens)
+        assert (found is None) == bool(why) and "\n" not in why
+        refused += found is None
+    assert count / 3 < refused < count

@@ -6,6 +6,7 @@ tools/mtmd/clip.cpp): https://github.com/ggml-org/llama.cpp
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,10 @@ from shoal.model.gguf.file import GgufFile
 from shoal.model.gguf.metadata import Metadata
 
 Fields = dict[str, Any]
+_LONGEST = 8192
+"""Pixels of the longer side of a picture that an image processor may make."""
+_TILES = 64
+"""Parts into which it may cut one."""
 REMEDY = "Fetch the mmproj file that belongs to the model, or use the model's safetensors"
 
 
@@ -88,6 +93,30 @@ def _three(metadata: Metadata, key: str) -> list[float]:
     return found
 
 
+def _at_most(metadata: Metadata, key: str, default: int | None, most: int) -> int:
+    """A whole number that is bounded, as pictures are made as large as it says."""
+    if (found := metadata.whole(key, default)) > most:
+        raise ValueError(f"the GGUF metadata entry clip.{key} is {found}; it must be a whole number from 1 to {most}. "
+                         "Convert the model again")
+    return found
+
+
+def _side(metadata: Metadata) -> int:
+    """Pixels of a side of a picture, or of a tile."""
+    return _at_most(metadata, "vision.image_size", None, _LONGEST)
+
+
+def _placed(file: GgufFile, metadata: Metadata) -> Fields:
+    """As `_tower`, of one that has a place for each patch, and perhaps one for the whole picture."""
+    info, side = file.header.tensors.get("v.position_embd.weight"), math.isqrt(_tiles(metadata, 1))
+    if info is None:
+        raise lacks(file, "v.position_embd.weight")
+    if info.shape[-2] not in (side * side, side * side + 1):
+        raise Unsupported(f"{file.path.name!r} with places for {info.shape[-2]} patches",
+                          f"its pictures have {side} by {side}", REMEDY)
+    return _tower(file, metadata)
+
+
 def _tower(file: GgufFile, metadata: Metadata) -> Fields:
     """Sizes of a vision transformer of CLIP's or SigLIP's kind."""
     return {
@@ -95,7 +124,7 @@ def _tower(file: GgufFile, metadata: Metadata) -> Fields:
         "intermediate_size": _inner(file, metadata),
         "num_hidden_layers": metadata.whole("vision.block_count"),
         "num_attention_heads": metadata.whole("vision.attention.head_count"),
-        "image_size": metadata.whole("vision.image_size"),
+        "image_size": _side(metadata),
         "patch_size": metadata.whole("vision.patch_size"),
         "layer_norm_eps": metadata.number("vision.attention.layer_norm_epsilon"),
     }
@@ -112,7 +141,7 @@ def _inner(file: GgufFile, metadata: Metadata) -> int:
 
 def _tiles(metadata: Metadata, scale: int) -> int:
     """Patches of a picture, or of a tile, divided by `scale` in both directions."""
-    side = metadata.whole("vision.image_size") // metadata.whole("vision.patch_size") // scale
+    side = _side(metadata) // metadata.whole("vision.patch_size") // scale
     if not side:
         raise ValueError(f"the GGUF metadata entry clip.vision.projector.scale_factor is {scale}; it must be at most "
                          "the number of patches in a row. Convert the model again")
@@ -121,11 +150,11 @@ def _tiles(metadata: Metadata, scale: int) -> int:
 
 def _gemma3(file: GgufFile, metadata: Metadata, hidden: int) -> tuple[Fields, Fields]:
     count = _tiles(metadata, metadata.whole("vision.projector.scale_factor", 4))
-    return {"mm_tokens_per_image": count}, _tower(file, metadata) | {"vision_use_head": False}
+    return {"mm_tokens_per_image": count}, _placed(file, metadata) | {"vision_use_head": False}
 
 
 def _gemma3_prepared(metadata: Metadata, token: str) -> PreprocessorConfig:
-    size = metadata.whole("vision.image_size")
+    size = _side(metadata)
     count = _tiles(metadata, metadata.whole("vision.projector.scale_factor", 4))
     return PreprocessorConfig("Gemma3ImageProcessorPil", _image(metadata) | {"size": {"height": size, "width": size}},
                               token, "<start_of_image>", "same", count,
@@ -133,12 +162,12 @@ def _gemma3_prepared(metadata: Metadata, token: str) -> PreprocessorConfig:
 
 
 def _idefics3(file: GgufFile, metadata: Metadata, hidden: int) -> tuple[Fields, Fields]:
-    return {"scale_factor": metadata.whole("vision.projector.scale_factor")}, _tower(file, metadata)
+    return {"scale_factor": metadata.whole("vision.projector.scale_factor")}, _placed(file, metadata)
 
 
 def _idefics3_prepared(metadata: Metadata, token: str) -> PreprocessorConfig:
-    tile = metadata.whole("vision.image_size")
-    longest = metadata.whole("vision.preproc_image_size", tile)
+    tile = _side(metadata)
+    longest = _at_most(metadata, "vision.preproc_image_size", tile, _LONGEST)
     sizes = {"size": {"longest_edge": longest}, "max_image_size": {"longest_edge": tile}}
     return PreprocessorConfig("Idefics3ImageProcessorPil", _image(metadata) | sizes, token, token, "tiles",
                               _tiles(metadata, metadata.whole("vision.projector.scale_factor")),
@@ -155,11 +184,11 @@ def _llava(file: GgufFile, metadata: Metadata, hidden: int) -> tuple[Fields, Fie
         raise Unsupported("an mmproj file of LLaVA-NeXT", "Shoal reads those of LLaVA 1.5", REMEDY)
     act = "silu" if metadata.flag("use_silu", False) else "gelu" if metadata.flag("use_gelu", False) else "quick_gelu"
     return ({"vision_feature_layer": read[0], "vision_feature_select_strategy": "default"},
-            _tower(file, metadata) | {"model_type": "clip_vision_model", "hidden_act": act})
+            _placed(file, metadata) | {"model_type": "clip_vision_model", "hidden_act": act})
 
 
 def _llava_prepared(metadata: Metadata, token: str) -> PreprocessorConfig:
-    size = metadata.whole("vision.image_size")
+    size = _side(metadata)
     sizes = {"size": {"shortest_edge": size}, "crop_size": {"height": size, "width": size}}
     return PreprocessorConfig("CLIPImageProcessorPil", _image(metadata) | sizes, token, token, "same",
                               _tiles(metadata, 1))
@@ -214,8 +243,8 @@ def _qwen_prepared(metadata: Metadata, token: str) -> PreprocessorConfig:
     """Where a file bounds no pixels, llama.cpp's bounds hold: 8 to 4096 tokens."""
     patch, merge = metadata.whole("vision.patch_size"), metadata.whole("vision.spatial_merge_size", 2)
     square = (patch * merge) ** 2
-    size = {"shortest_edge": metadata.whole("vision.image_min_pixels", 8 * square),
-            "longest_edge": metadata.whole("vision.image_max_pixels", 4096 * square)}
+    size = {"shortest_edge": _at_most(metadata, "vision.image_min_pixels", 8 * square, _LONGEST**2),
+            "longest_edge": _at_most(metadata, "vision.image_max_pixels", 4096 * square, _LONGEST**2)}
     options = {"patch_size": patch, "merge_size": merge, "temporal_patch_size": 2, "size": size}
     return PreprocessorConfig("Qwen2VLImageProcessorPil", _image(metadata) | options, token, token, "patches", merge**2)
 
@@ -233,13 +262,13 @@ def _pixtral(file: GgufFile, metadata: Metadata, hidden: int) -> tuple[Fields, F
 
 def _pixtral_prepared(metadata: Metadata, token: str) -> PreprocessorConfig:
     side = metadata.whole("vision.patch_size") * metadata.whole("vision.spatial_merge_size", 1)
-    options = {"patch_size": side, "size": {"longest_edge": metadata.whole("vision.image_size")}}
+    options = {"patch_size": side, "size": {"longest_edge": _side(metadata)}}
     return PreprocessorConfig("PixtralImageProcessorPil", _image(metadata) | options, token, token, "rows", side,
                               ("[IMG_BREAK]", "[IMG_END]"))
 
 
 def _internvl(file: GgufFile, metadata: Metadata, hidden: int) -> tuple[Fields, Fields]:
-    sizes = _tower(file, metadata)
+    sizes = _placed(file, metadata)
     if not file.has("v.blk.0.ln1.bias"):
         raise Unsupported(f"{file.path.name!r} with norms without biases", "Shoal reads those with them", REMEDY)
     act = "silu" if metadata.flag("use_silu", False) else "gelu"
@@ -249,10 +278,10 @@ def _internvl(file: GgufFile, metadata: Metadata, hidden: int) -> tuple[Fields, 
 
 
 def _internvl_prepared(metadata: Metadata, token: str) -> PreprocessorConfig:
-    size = metadata.whole("vision.image_size")
+    size = _side(metadata)
     options = {"size": {"height": size, "width": size}, "crop_to_patches": True,
-               "min_patches": metadata.whole("vision.preproc_min_tiles", 1),
-               "max_patches": metadata.whole("vision.preproc_max_tiles", 12)}
+               "min_patches": _at_most(metadata, "vision.preproc_min_tiles", 1, _TILES),
+               "max_patches": _at_most(metadata, "vision.preproc_max_tiles", 12, _TILES)}
     return PreprocessorConfig("GotOcr2ImageProcessorPil", _image(metadata) | options, token, token, "crops",
                               _tiles(metadata, metadata.whole("vision.projector.scale_factor")), ("<img>", "</img>"))
 
