@@ -116,6 +116,8 @@ def written(folder: Path, kind: str = "idefics3", **changes: Any) -> Path:
     ({"metadata": {"clip.vision.image_size": 1 << 22}}, "is 4194304; it must be a whole number from 1 to 8192"),
     ({"kind": "qwen2_vl", "metadata": {"clip.vision.image_min_pixels": 1 << 30}}, "from 1 to 67108864"),
     ({"kind": "qwen2_vl", "metadata": {"clip.vision.spatial_merge_size": 4}}, "numbers: the checkpoint has"),
+    ({"more": {"v.position_embd.weight": ("F32", (512,), bytes(2048))}}, "without v.position_embd.weight"),
+    ({"kind": "qwen2_vl", "more": {"v.patch_embd.weight.1": ("F32", (4,), bytes(16))}}, "RuntimeError: stack expects"),
     ({"more": {"v.blk.0.ln1.bias": ("F32", (16,), bytes(64))}}, "layer_norm1.bias is of another shape"),
     ({"metadata": {"clip.vision.attention.head_count": 5}}, "embed_dim must be divisible by num_heads"),
     ({"metadata": {"clip.vision.image_mean": [0.5]}}, "clip.vision.image_mean is [0.5]; it must be 3"),

@@ -133,11 +133,13 @@ def _module(
     with torch.device("meta"):
         size = sum(one.numel() for one in kind(small).parameters())
     check(size * runner.dtype.itemsize)
-    state = {name: source[name].to(runner.dtype) for name in names}
+    what = f"the encoder of pictures of model type {config.model_type!r}"
+    with told_by_transformers(what):
+        state = {name: source[name].to(runner.dtype) for name in names}
     if size > 2 * (held := sum(one.numel() for one in state.values())):
         raise Unsupported(f"an encoder of pictures of {size} numbers", f"the checkpoint has {held} of them",
                           "Fetch the model again")
-    with told_by_transformers(f"the encoder of pictures of model type {config.model_type!r}"), _unreported():
+    with told_by_transformers(what), _unreported():
         module, told = kind.from_pretrained(
             None, config=small, state_dict=state, dtype=runner.dtype, output_loading_info=True,
             ignore_mismatched_sizes=True)

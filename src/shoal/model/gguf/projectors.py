@@ -109,7 +109,7 @@ def _side(metadata: Metadata) -> int:
 def _placed(file: GgufFile, metadata: Metadata) -> Fields:
     """As `_tower`, of one that has a place for each patch, and perhaps one for the whole picture."""
     info, side = file.header.tensors.get("v.position_embd.weight"), math.isqrt(_tiles(metadata, 1))
-    if info is None:
+    if info is None or len(info.shape) < 2:
         raise lacks(file, "v.position_embd.weight")
     if info.shape[-2] not in (side * side, side * side + 1):
         raise Unsupported(f"{file.path.name!r} with places for {info.shape[-2]} patches",
