@@ -185,14 +185,15 @@ def words_of(tokenizer: Any) -> dict[str, Any]:
             "tokenizer.ggml.padding_token_id": known["<pad>"], "tokenizer.chat_template": tokenizer.chat_template}
 
 
-def write_decoder(path: Path, model: Any, kind: str, tokenizer: Any) -> None:
-    """Write the decoder of a model that sees, in float32."""
+def write_decoder(path: Path, model: Any, kind: str, tokenizer: Any, more: Mapping[str, Any] | None = None) -> None:
+    """Write the decoder of a model that sees, in float32; `more` are entries of the metadata."""
     text, architecture = model.config.get_text_config(), _ARCHITECTURES.get(kind, "llama")
     state = {_DECODER.sub("model.", name): tensor for name, tensor in model.state_dict().items()
              if _DECODER.search(name) or name == "lm_head.weight"}
     extra = words_of(tokenizer)
     if architecture.endswith("vl"):
         extra |= {f"{architecture}.rope.dimension_sections": [*text.rope_parameters["mrope_section"], 0]}
+    extra |= more or {}
     text.tie_word_embeddings = torch.equal(state["lm_head.weight"], state["model.embed_tokens.weight"])
     decoder = SimpleNamespace(config=text, state_dict=lambda: state)
     write_model(architecture, path, extra=extra, model=decoder)

@@ -193,3 +193,11 @@ def test_changed_files_end_in_a_line_or_an_encoder(count: int, tmp_path: Path) -
         assert (found is None) == bool(why) and "\n" not in why
         refused += found is None
     assert count / 3 < refused < count
+
+
+def test_sections_of_the_rotation_must_fill_a_head(tmp_path: Path) -> None:
+    model, processor = seers.seer("qwen2_vl")
+    sections = {"qwen2vl.rope.dimension_sections": [3, 3, 3, 0]}
+    mmproj_files.write_decoder(tmp_path / "model.gguf", model, "qwen2_vl", processor.tokenizer, sections)
+    with pytest.raises(ValueError, match=r"dimension_sections is \[3, 3, 3, 0\]; three of them must be 8 together"):
+        shoal.load(str(tmp_path / "model.gguf"))
