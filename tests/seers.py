@@ -16,9 +16,13 @@ from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-SPECIAL = ("<pad>", "<s>", "</s>", "<image>", "<start_of_image>", "<end_of_image>", "<row>", "[IMG]", "[IMG_BREAK]",
-           "[IMG_END]", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", "<IMG_CONTEXT>", "<img>",
-           "</img>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>",
+from shoal.depth.plan import DepthPlan
+from shoal.model.layers.pictures import Pictures
+from shoal.model.runner import SequenceChunk
+
+SPECIAL = ("<pad>", "<s>", "</s>", "<image>", "<start_of_image>", "<end_of_image>", "<image_soft_token>",
+           "[IMG]", "[IMG_BREAK]", "[IMG_END]", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>",
+           "<IMG_CONTEXT>", "<img>", "</img>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>",
            *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)))
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}[{{ message['role'] }}]{% if message['content'] is string %}"
@@ -57,11 +61,13 @@ def _llava(ids: Mapping[str, int], text: dict[str, Any]) -> tuple[Any, Any]:
 def _gemma3(ids: Mapping[str, int], text: dict[str, Any]) -> tuple[Any, Any]:
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     config = hf.Gemma3Config(
-        text_config=hf.Gemma3TextConfig(**text, head_dim=16, sliding_window=24, layer_types=kinds),
-        vision_config=hf.SiglipVisionConfig(**_SIGHT), mm_tokens_per_image=16, image_token_index=ids["<image>"],
+        text_config=hf.Gemma3TextConfig(
+            **text, head_dim=16, query_pre_attn_scalar=16, sliding_window=24, layer_types=kinds),
+        vision_config=hf.SiglipVisionConfig(**_SIGHT, vision_use_head=False), mm_tokens_per_image=16,
+        image_token_index=ids["<image_soft_token>"],
         boi_token_index=ids["<start_of_image>"], eoi_token_index=ids["<end_of_image>"])
     return config, hf.Gemma3Processor(hf.Gemma3ImageProcessorPil(size={"height": 32, "width": 32}),
-                                      tokenizer("<start_of_image>"), image_seq_length=16)
+                                      tokenizer("<start_of_image>", "<image_soft_token>"), image_seq_length=16)
 
 
 def _idefics3(ids: Mapping[str, int], text: dict[str, Any]) -> tuple[Any, Any]:
@@ -119,18 +125,62 @@ class Patched:
         return hf.BatchFeature({**found, **seen, "mm_token_type_ids": types})
 
 
-MAKERS: Mapping[str, Callable[[Mapping[str, int], dict[str, Any]], tuple[Any, Any]]] = {
+Makers = Mapping[str, Callable[[Mapping[str, int], dict[str, Any]], tuple[Any, Any]]]
+
+
+def _mistral3(ids: Mapping[str, int], text: dict[str, Any]) -> tuple[Any, Any]:
+    config = hf.Mistral3Config(
+        text_config=hf.MistralConfig(**text, head_dim=16), image_token_index=ids["[IMG]"], vision_feature_layer=-1,
+        vision_config=hf.PixtralVisionConfig(**{**_SIGHT, "num_hidden_layers": 4}, head_dim=8), spatial_merge_size=2)
+    pictures = hf.PixtralImageProcessorPil(size={"longest_edge": 32}, patch_size=16)
+    return config, Expanded(pictures, "[IMG]", _rows)
+
+
+def _internvl(ids: Mapping[str, int], text: dict[str, Any]) -> tuple[Any, Any]:
+    sight = {**_SIGHT, "num_hidden_layers": 4, "image_size": (32, 32), "patch_size": (8, 8), "attention_bias": True}
+    config = hf.InternVLConfig(text_config=hf.Qwen2Config(**text), vision_config=hf.InternVLVisionConfig(**sight),
+                               image_token_id=ids["<IMG_CONTEXT>"])
+    pictures = hf.GotOcr2ImageProcessorPil(
+        size={"height": 32, "width": 32}, crop_to_patches=True, min_patches=1, max_patches=4)
+    return config, Expanded(pictures, "<IMG_CONTEXT>", _crops)
+
+
+class Expanded:
+    """Does what a processor that itself needs torchvision does for pictures: each becomes what `written` says."""
+
+    def __init__(self, pictures: Any, mark: str, written: Callable[[Any], list[str]]) -> None:
+        self.pictures, self.tokenizer, self._mark, self._written = pictures, tokenizer(mark), mark, written
+
+    def __call__(self, text: list[str], images: list[list[Any]], **how: Any) -> Any:
+        seen, (first, *rest) = self.pictures(images=images[0], return_tensors="pt"), text[0].split(self._mark)
+        told = first + "".join(part + piece for part, piece in zip(self._written(seen), rest, strict=True))
+        seen.pop("num_patches", None)
+        return hf.BatchFeature({**self.tokenizer([told], **how), **seen})
+
+
+def _crops(seen: Any) -> list[str]:
+    return [f"<img>{'<IMG_CONTEXT>' * (4 * int(crops))}</img>" for crops in seen["num_patches"]]
+
+
+def _rows(seen: Any) -> list[str]:
+    rows = [["[IMG]" * (int(width) // 16)] * (int(height) // 16) for height, width in seen["image_sizes"]]
+    return ["[IMG_BREAK]".join(one) + "[IMG_END]" for one in rows]
+
+
+FURTHER: Makers = {"mistral3": _mistral3, "internvl": _internvl}
+"""Those whose processor is not saved with them here."""
+MAKERS: Makers = {
     "llava": _llava, "gemma3": _gemma3, "idefics3": _idefics3, "smolvlm": _smolvlm,
     **{kind: partial(_qwen, kind=kind) for kind in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")},
 }
 
 
-def seer(kind: str) -> tuple[Any, Any]:
+def seer(kind: str, makers: Makers = MAKERS) -> tuple[Any, Any]:
     """A model in float32 whose words vary, and its processor."""
     torch.manual_seed(0)
     known = tokenizer("").get_vocab()
     ends = {"pad_token_id": known["<pad>"], "bos_token_id": known["<s>"], "eos_token_id": known["</s>"]}
-    config, processor = MAKERS[kind](known, {**_TEXT, "vocab_size": len(known), **ends})
+    config, processor = makers[kind](known, {**_TEXT, "vocab_size": len(known), **ends})
     model = hf.AutoModelForImageTextToText.from_config(config).eval()
     for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
@@ -216,3 +266,17 @@ def bare(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if isinstance(message["content"], list):
             message["content"] = [one if one["type"] == "text" else {"type": "image"} for one in message["content"]]
     return told
+
+
+def logits_of(engine: Any, ids: list[int], pictures: Pictures, most: int) -> Tensor:
+    """Logits [tokens, V] of a prompt that is read in pieces of at most `most` tokens, but for whole pictures."""
+    runner, plan, found, at = engine.runner, DepthPlan.full(engine.runner.num_layers), list[Tensor](), 0
+    laid, cache = pictures.laid(ids), runner.new_cache(1)
+    cache.attach(0, laid)
+    while at < len(ids):
+        size, mutual = laid.piece(at, min(most, len(ids) - at))
+        piece = SequenceChunk(0, ids[at : at + size], [0] * size, plan, wanted=size, mutual=mutual)
+        found.append(runner.forward([piece], cache))
+        cache.commit(0, range(size))
+        at += size
+    return torch.cat(found)

@@ -59,12 +59,20 @@ def test_pull_says_what_it_fetches_and_where_it_is(at_hub: Hub, capsys: pytest.C
     place = Path(shown.out.strip())
     assert place.name == "Tiny-Q4_K_M.gguf" and place.is_file()
     lines = shown.err.splitlines()
-    assert lines[0] == "org/tiny-GGUF: Tiny-Q4_K_M.gguf, 2 files, 180.7 kB (Q4_K_M, the usual choice)"
-    assert lines[1] == "not fetched: mmproj-F16.gguf, which encodes pictures or sound; Shoal runs the text part"
+    assert lines[0] == "org/tiny-GGUF: Tiny-Q4_K_M.gguf, 3 files, 181.4 kB (Q4_K_M, the usual choice)"
+    assert lines[1] == "with mmproj-F16.gguf, which reads pictures; shoal pull --no-mmproj leaves it out"
     assert lines[-1] == "done: shoal chat --model org/tiny-GGUF"
     assert main(["pull", "org/tiny-GGUF", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["repository"], found["nbytes"], found["path"]) == ("org/tiny-GGUF", 180_700, str(place))
+    assert (found["repository"], found["nbytes"], found["path"]) == ("org/tiny-GGUF", 181_400, str(place))
+    assert (place.parent / "mmproj-F16.gguf").is_file()
+
+
+def test_pull_without_what_reads_pictures(at_hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pull", "org/tiny-GGUF", "--no-mmproj"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err.splitlines()[1] == "not fetched: mmproj-F16.gguf, which reads pictures"
+    assert not (Path(shown.out.strip()).parent / "mmproj-F16.gguf").exists()
 
 
 def test_pull_says_which_quantisation_it_takes(at_hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,7 +85,7 @@ def test_pull_says_what_memory_it_would_take(
 ) -> None:
     monkeypatch.setattr(bring, "available", lambda: 200_000)
     assert main(["pull", "org/tiny-GGUF"]) == 0
-    assert "note: it takes about 225.9 kB of memory, and 200.0 kB are free on this machine" in capsys.readouterr().err
+    assert "note: it takes about 226.8 kB of memory, and 200.0 kB are free on this machine" in capsys.readouterr().err
     assert heap.available() != 200_000
 
 

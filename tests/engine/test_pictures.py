@@ -10,17 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import seers
 import shoal
 from shared_models import STORIES, model_path
-from shoal.depth.plan import DepthPlan
 from shoal.engine.pictures import read_chat
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.errors import OutOfMemory, Unsupported
 from shoal.model.layers.pictures import Pictures
-from shoal.model.runner import SequenceChunk
 
 KINDS = tuple(seers.MAKERS)
 
@@ -45,20 +42,6 @@ def inputs_of(kind: str, messages: list[dict[str, Any]], images: list[Any]) -> A
     return processor(text=[text], images=[images], add_special_tokens=False, return_tensors="pt")
 
 
-def logits_of(engine: shoal.Engine, ids: list[int], pictures: Pictures, most: int) -> Tensor:
-    """Logits [tokens, V] of a prompt that is read in pieces of at most `most` tokens, but for whole pictures."""
-    runner, plan, found, at = engine.runner, DepthPlan.full(engine.runner.num_layers), list[Tensor](), 0
-    laid, cache = pictures.laid(ids), runner.new_cache(1)
-    cache.attach(0, laid)
-    while at < len(ids):
-        size, mutual = laid.piece(at, min(most, len(ids) - at))
-        piece = SequenceChunk(0, ids[at : at + size], [0] * size, plan, wanted=size, mutual=mutual)
-        found.append(runner.forward([piece], cache))
-        cache.commit(0, range(size))
-        at += size
-    return torch.cat(found)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("most", [1, 7, 1000])
 def test_logits_are_those_of_transformers(kind: str, most: int) -> None:
@@ -71,7 +54,7 @@ def test_logits_are_those_of_transformers(kind: str, most: int) -> None:
     with torch.no_grad():
         wanted = model(**inputs).logits[0]
     assert pictures is not None
-    torch.testing.assert_close(logits_of(engine, ids, pictures, most), wanted, rtol=0, atol=1e-5)
+    torch.testing.assert_close(seers.logits_of(engine, ids, pictures, most), wanted, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -97,7 +80,7 @@ def test_logits_are_those_of_transformers_without_a_processor(kind: str, tmp_pat
     ids = [5, 6, *[token] * len(picture.states), 7, 8, 9]
     with torch.no_grad():
         wanted = model(input_ids=torch.tensor([ids]), **inputs).logits[0]
-    found = logits_of(engine, ids, Pictures((picture,), token), 1000)
+    found = seers.logits_of(engine, ids, Pictures((picture,), token), 1000)
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
 
 

@@ -34,7 +34,18 @@ def test_quantisations_by_names(path: str, quant: str) -> None:
 ])
 def test_a_quantisation_or_a_file(choice: str, first: str) -> None:
     found = chosen(choice, MANY)
-    assert (found.first, found.paths, found.left) == (first, (first,), ("mmproj-F16.gguf",))
+    assert (found.first, found.paths, found.sees) == (first, (first, "mmproj-F16.gguf"), "mmproj-F16.gguf")
+
+
+def test_what_reads_pictures_comes_too() -> None:
+    """Of several files the most precise of usual size; of the model's folder alone; and none where none is wanted."""
+    for there, taken in ((["BF16", "F32", "Q8_0", "F16"], "F16"), (["F32", "Q8_0", "BF16"], "BF16"),
+                         (["F32", "Q8_0"], "Q8_0"), (["F32", "Q4_0"], "F32")):
+        paths = ["X-Q8_0.gguf", *(f"mmproj-X-{quant}.gguf" for quant in there)]
+        assert chosen("", paths).paths == ("X-Q8_0.gguf", f"mmproj-X-{taken}.gguf")
+        without = choose(Wanted("org/x", "org/x", ""), paths, sees=False)
+        assert (without.paths, without.sees, without.left) == (("X-Q8_0.gguf",), "", f"mmproj-X-{taken}.gguf")
+    assert chosen("", ["a/X-Q8_0.gguf", "mmproj-F16.gguf"]).paths == ("a/X-Q8_0.gguf",)
 
 
 @pytest.mark.quick(12)
@@ -57,8 +68,8 @@ def test_parts_come_together() -> None:
 def test_what_predicts_further_tokens_comes_too() -> None:
     """Of several files the one with the model's quantisation, or the nearest to the usual one; of its folder alone."""
     beside = ["mtp-X-Q8_0.gguf", "mtp-X-Q4_K_M.gguf", "sub/mtp-X-F16.gguf"]
-    assert chosen("Q8_0", [*MANY, *beside]).paths == ("X-Q8_0.gguf", "mtp-X-Q8_0.gguf")
-    assert chosen("Q2_K", [*MANY, *beside]).paths == ("X-Q2_K.gguf", "mtp-X-Q4_K_M.gguf")
+    assert chosen("Q8_0", [*MANY, *beside]).paths == ("X-Q8_0.gguf", "mtp-X-Q8_0.gguf", "mmproj-F16.gguf")
+    assert chosen("Q2_K", [*MANY, *beside]).paths == ("X-Q2_K.gguf", "mtp-X-Q4_K_M.gguf", "mmproj-F16.gguf")
 
 
 def test_folders() -> None:

@@ -62,12 +62,13 @@ def blobs() -> list[str]:
 def test_a_file_and_what_predicts_beside_it(at_hub: Hub) -> None:
     said: list[str] = []
     found = asked(TINY)
-    assert (found.commit, found.chosen.left) == (COMMIT, ("mmproj-F16.gguf",))
-    assert found.nbytes == found.missing == 180_000 + 700
+    assert (found.commit, found.chosen.sees, found.chosen.left) == (COMMIT, "mmproj-F16.gguf", "")
+    assert found.nbytes == found.missing == 180_000 + 700 + 700
     place = fetch(found, said.append)
     assert place.read_bytes() == at_hub.repositories["org/tiny-GGUF"][FILE]
-    assert sorted(path.name for path in place.parent.iterdir()) == [FILE, "mtp-Tiny-Q8_0.gguf"]
-    assert said == [f"fetching {FILE}, 180.0 kB", "fetching mtp-Tiny-Q8_0.gguf, 700 bytes"]
+    assert sorted(path.name for path in place.parent.iterdir()) == [FILE, "mmproj-F16.gguf", "mtp-Tiny-Q8_0.gguf"]
+    assert said == [f"fetching {FILE}, 180.0 kB", "fetching mtp-Tiny-Q8_0.gguf, 700 bytes",
+                    "fetching mmproj-F16.gguf, 700 bytes"]
     assert asked(TINY).missing == 0
 
 
@@ -210,7 +211,7 @@ def test_no_room_is_said_before(at_hub: Hub, monkeypatch: pytest.MonkeyPatch) ->
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1, 1, 150_000))
     said = refused(TINY)
-    assert said.startswith(f"{TINY} takes 180.7 kB more, and 150.0 kB are free on the disk of ") and "HF_HOME" in said
+    assert said.startswith(f"{TINY} takes 181.4 kB more, and 150.0 kB are free on the disk of ") and "HF_HOME" in said
     assert at_hub.gets() == [] and blobs() == []
 
 

@@ -2,8 +2,8 @@
 
 NAME is a repository (org/name), with a quantisation (org/name:Q4_K_M) or a file (org/name:file.gguf), the address of
 its page, or a short name that `shoal models` lists. Of a repository with GGUF files and no quantisation in the name
-Q4_K_M is taken, or what is nearest to it. A pull that was interrupted goes on where it ended. Every file is compared
-with the hash that the Hub states.
+Q4_K_M is taken, or what is nearest to it; what reads pictures for a GGUF file (mmproj-*.gguf) comes with it. A pull
+that was interrupted goes on where it ended. Every file is compared with the hash that the Hub states.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ def add_arguments(parser: Parser) -> None:
     """Declare the options."""
     parser.add_argument("name", metavar="NAME", help="which model, as above")
     parser.add_argument("--revision", metavar="R", help="branch, tag or commit on the Hub")
+    parser.add_argument("--no-mmproj", action="store_true", help="leave out what reads pictures beside a GGUF file")
     common.add_json(parser)
 
 
@@ -34,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     """Fetch and print where it is."""
     if (own := catalog.find(args.name)) != args.name or Path(own).exists():
         return common.show(args, {"name": args.name, "path": own}, own)  # it is no name of the Hub, and is here
-    asked = bring.asked(args.name, args.revision)
+    asked = bring.asked(args.name, args.revision, sees=not args.no_mmproj)
     if asked is None:
         raise ValueError(f"{args.name!r} is no name of a model on the Hub; give one such as org/name:Q4_K_M")
     bring.tell(asked)

@@ -97,6 +97,7 @@ class Engine:
         encoder: reads a source, for models that have one; None for others. What it returns is a request's `source`. One
             of text reads prompts of requests without a source, which are then answered from the decoder's first token.
         vision: reads pictures of chats; None for models that do not see, or that Shoal runs as text models.
+        blind: why a file beside the model does not read pictures for it; empty where none is there.
         unpacked: why transformers' modules run, where Shoal's packed layers were wanted and do not fit; "" otherwise.
     """
 
@@ -124,6 +125,7 @@ class Engine:
         self.adapter = ""
         self.encoder: Encoder | None = None
         self.vision: Vision | None = None
+        self.blind = ""
         self._turn: AbstractContextManager[bool] = threading.RLock()
         self._draft_models = None if open_model is None else DraftModels(self, open_model)
         self._tensors = TrainedTensors(runner.device)

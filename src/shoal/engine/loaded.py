@@ -25,6 +25,7 @@ class LoadedModel(Protocol):
     model_name: str
     encoder: Encoder | None
     vision: Vision | None
+    blind: str
     family: str
 
     @property

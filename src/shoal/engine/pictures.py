@@ -9,6 +9,7 @@ from typing import Any
 from shoal.engine.loaded import LoadedModel
 from shoal.engine.messages import chat_text, shown_in
 from shoal.engine.picture_files import all_decoded, bytes_of
+from shoal.engine.picture_processors import Written, patches, processor_of
 from shoal.engine.request import chat_ids, prompt_ids
 from shoal.errors import Unsupported, check_text, told_by_transformers
 from shoal.model.layers.pictures import Picture, Pictures
@@ -40,12 +41,14 @@ def read_chat(
         return chat_ids(messages, engine.tokenizer, **options), None
     vision, specials = engine.vision, bool(options.pop("add_special_tokens", False))
     if vision is None:
-        raise Unsupported(f"a picture for {engine.model_name or 'this model'}", "Shoal reads text alone with it",
+        raise Unsupported(f"a picture for {engine.model_name or 'this model'}",
+                          engine.blind or "Shoal reads text alone with it",
                           "Leave pictures out, or use a model that sees, such as LLaVA")
     if len(urls) > MOST:
         raise ValueError(f"the conversation has {len(urls)} pictures; it may have {MOST}")
     images = all_decoded([*map(bytes_of, urls)])
-    prepare = _processor(vision.place)
+    place = vision.place
+    prepare = _processor(place) if isinstance(place, str) else processor_of(place, engine.tokenizer)
     text = _text(told, engine.tokenizer, prepare, options)
     with told_by_transformers("the model's processor of pictures"):
         made = prepare(text=[text], images=[images], add_special_tokens=specials, return_tensors="pt")
@@ -64,28 +67,6 @@ def _see(engine: LoadedModel, vision: Vision, inputs: Mapping[str, Any]) -> Pict
         return vision(given)
 
 
-class _Repeating:
-    """Prepares pictures whose tokens follow each other, as many as the squares of patches that make one.
-
-    Transformers' own processor of such models needs torchvision, for films.
-    """
-
-    def __init__(self, image_processor: Any, tokenizer: Any) -> None:
-        self.image_processor, self._tokenizer = image_processor, tokenizer
-        self.image_token = getattr(tokenizer, "image_token", None) or "<|image_pad|>"
-
-    def __call__(self, text: Sequence[str], images: Sequence[Sequence[Any]], **how: Any) -> Mapping[str, Any]:
-        """As transformers' processors are called with one text and its pictures."""
-        grids = self.image_processor(images=images[0], return_tensors="pt")["image_grid_thw"]
-        counts = (grids.prod(1) // self.image_processor.merge_size**2).tolist()
-        first, *pieces = text[0].split(self.image_token)
-        if len(pieces) != len(counts):
-            raise ValueError(f"the text has {len(pieces)} tokens {self.image_token} for {len(counts)} pictures")
-        told = first + "".join(self.image_token * count + piece for count, piece in zip(counts, pieces, strict=True))
-        found: Mapping[str, Any] = self._tokenizer([told], **how)
-        return found
-
-
 @cache
 def _processor(place: str) -> Any:
     """What prepares pictures and writes their tokens; Unsupported where that needs more than is installed."""
@@ -93,7 +74,9 @@ def _processor(place: str) -> Any:
 
     try:
         if AutoConfig.from_pretrained(place).model_type in _REPEATS:
-            return _Repeating(AutoImageProcessor.from_pretrained(place), AutoTokenizer.from_pretrained(place))
+            tokenizer = AutoTokenizer.from_pretrained(place)
+            token = getattr(tokenizer, "image_token", None) or "<|image_pad|>"
+            return Written(AutoImageProcessor.from_pretrained(place), tokenizer, token, partial(patches, token=token))
         return AutoProcessor.from_pretrained(place)
     except (ImportError, OSError, ValueError) as error:
         why = " ".join(str(error).split())[:300]

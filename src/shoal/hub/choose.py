@@ -19,8 +19,12 @@ _QUANT = re.compile(
     r"(?<![A-Z0-9])(UD-)?(I?Q[1-8](?:_[A-Z0-9]{1,3})+|TQ[12]_0|BF16|FP16|F16|FP32|F32|MXFP4(?:_MOE)?|NVFP4)(?![A-Z0-9])",
     re.IGNORECASE)
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
-_ASIDE = ("mmproj", "imatrix", "eagle3-", "dflash-", "dspark-")
-"""Parts of the names of GGUF files that are no model, and that Shoal reads nowhere beside one."""
+_ENCODES = "mmproj"
+"""Part of the names of files that read pictures for the model beside them."""
+_ASIDE = (_ENCODES, "imatrix", "eagle3-", "dflash-", "dspark-")
+"""Parts of the names of GGUF files that are no model."""
+_PRECISE = ("F16", "BF16", "Q8_0", "F32")
+"""Of several files that read pictures the first of these is fetched."""
 _FURTHER = "mtp-"
 """Beginning of the names of files that predict further tokens for the model beside them."""
 _BITS = (4, 5, 6, 8, 3, 2, 16, 32, 1)
@@ -38,20 +42,23 @@ class Chosen:
         first: the file to load, the first of several parts; empty for a folder in the Hugging Face format.
         paths: all files to fetch.
         quant: the quantisation by the file's name; empty where it names none.
-        left: files beside the model that are not fetched.
+        sees: the one of them that reads pictures for the model; empty without one.
+        left: a file that would, and that is not fetched.
     """
 
     first: str
     paths: tuple[str, ...]
     quant: str = ""
-    left: tuple[str, ...] = ()
+    sees: str = ""
+    left: str = ""
 
 
-def choose(wanted: Wanted, paths: Iterable[str]) -> Chosen:
+def choose(wanted: Wanted, paths: Iterable[str], sees: bool = True) -> Chosen:
     """The files of the model that was asked for.
 
     Args:
         paths: all files of the repository, with / between folders.
+        sees: whether what reads pictures beside a GGUF file is one of them.
 
     Raises:
         ValueError: there is no such model among them, or several; names what there is.
@@ -62,7 +69,9 @@ def choose(wanted: Wanted, paths: Iterable[str]) -> Chosen:
         return Chosen("", folder)
     if models or wanted.choice:
         first = _one(wanted, models)
-        return Chosen(first, (*_parts(first), *_further(first, paths)), quant_of(first), _left(first, paths))
+        sight, left = (_encoder(first, paths), "") if sees else ("", _encoder(first, paths))
+        beside = _further(first, paths) + (sight,) * bool(sight)
+        return Chosen(first, (*_parts(first), *beside), quant_of(first), sight, left)
     if folder := _folder(paths):
         return Chosen("", folder)
     if "adapter_config.json" in paths:
@@ -166,10 +175,13 @@ def _further(first: str, paths: Sequence[str]) -> tuple[str, ...]:
     return tuple(beside[:1])
 
 
-def _left(first: str, paths: Sequence[str]) -> tuple[str, ...]:
-    """What encodes pictures or sound for the model and is left where it is."""
-    return tuple(path for path in paths if "mmproj" in path.lower() and path.lower().endswith(".gguf")
-                 and posixpath.dirname(path) in ("", posixpath.dirname(first)))
+def _encoder(first: str, paths: Sequence[str]) -> str:
+    """The file that reads pictures beside a model: of several the most precise of usual size; empty without one."""
+    beside = [path for path in paths if posixpath.dirname(path) == posixpath.dirname(first)
+              and _ENCODES in PurePosixPath(path).name.lower() and path.lower().endswith(".gguf")]
+    kinds = {path: quant_of(path).replace("FP", "F") for path in beside}
+    beside.sort(key=lambda path: _PRECISE.index(kinds[path]) if kinds[path] in _PRECISE else len(_PRECISE))
+    return beside[0] if beside else ""
 
 
 def _folder(paths: Sequence[str]) -> tuple[str, ...]:

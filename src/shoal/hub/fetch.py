@@ -72,8 +72,11 @@ class Order:
         return sum(file.size - _held(self, file) for file in self.files)
 
 
-def order(wanted: Wanted, revision: str | None = None) -> Order:
+def order(wanted: Wanted, revision: str | None = None, sees: bool = True) -> Order:
     """What the Hub says of a model: its files, their sizes and hashes.
+
+    Args:
+        sees: whether what reads pictures beside a GGUF file is wanted, too.
 
     Raises:
         ValueError: the Hub cannot be reached, does not have it or does not give it; says what to do.
@@ -85,7 +88,7 @@ def order(wanted: Wanted, revision: str | None = None) -> Order:
         info = patient(lambda: HfApi().model_info(wanted.repository, revision=revision, files_metadata=True))
     known = {one.rfilename: Remote(one.rfilename, one.size or 0, "" if one.lfs is None else one.lfs.sha256,
                                    one.blob_id or "") for one in info.siblings or ()}
-    chosen = choose(wanted, known)
+    chosen = choose(wanted, known, sees)
     absent = [path for path in chosen.paths if path not in known]
     if absent:
         raise ValueError(f"{wanted.repository} lacks {absent[0]!r}, a part of {chosen.first!r}; choose another file")

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import Unsupported, told_by_transformers
+from shoal.model.gguf.projectors import PreprocessorConfig
 from shoal.model.layers.pictures import Picture
 from shoal.model.packed.source import Source
 from shoal.model.runner import ModelRunner
@@ -39,14 +40,15 @@ class Vision:
     Args:
         load: makes the whole model without layers of its decoder, when the first picture comes.
         runner: of the decoder.
-        place: folder or Hub id of the files, which say how pictures are prepared.
+        place: folder or Hub id of the files, which say how pictures are prepared, or what a GGUF file says of that.
         token: the id that stands for each state of a picture.
         merge: how many rows, and columns, of patches a row of tokens is made of.
         mutual: whether tokens of a picture see one another.
     """
 
     def __init__(
-        self, load: Callable[[], Any], runner: ModelRunner, place: str, token: int, mutual: bool, merge: int
+        self, load: Callable[[], Any], runner: ModelRunner, place: str | PreprocessorConfig, token: int, mutual: bool,
+        merge: int
     ) -> None:
         self._load, self._runner, self.place = load, runner, place
         self.token, self.mutual, self.merge = token, mutual, merge
@@ -101,7 +103,7 @@ def _joined(found: Tensor | Sequence[Tensor]) -> Tensor:
 
 
 def vision_of(
-    config: Any, source: Source, runner: ModelRunner, place: str, check: Callable[[int], None]
+    config: Any, source: Source, runner: ModelRunner, place: str | PreprocessorConfig, check: Callable[[int], None]
 ) -> Vision | None:
     """The encoder of pictures of a model by its weights, in the runner's dtype; None where Shoal reads text alone.
 
@@ -129,14 +131,25 @@ def _module(
 
     kind, small = CLASSES[type(config)], _without_layers(config)
     with torch.device("meta"):
-        check(sum(one.numel() for one in kind(small).parameters()) * runner.dtype.itemsize)
-    state = {name: source[name].to(runner.dtype) for name in names}
-    with told_by_transformers(f"the encoder of pictures of model type {config.model_type!r}"), _unreported():
+        size = sum(one.numel() for one in kind(small).parameters())
+    check(size * runner.dtype.itemsize)
+    what = f"the encoder of pictures of model type {config.model_type!r}"
+    with told_by_transformers(what):
+        state = {name: source[name].to(runner.dtype) for name in names}
+    if size > 2 * (held := sum(one.numel() for one in state.values())):
+        raise Unsupported(f"an encoder of pictures of {size} numbers", f"the checkpoint has {held} of them",
+                          "Fetch the model again")
+    with told_by_transformers(what), _unreported():
         module, told = kind.from_pretrained(
-            None, config=small, state_dict=state, dtype=runner.dtype, output_loading_info=True)
+            None, config=small, state_dict=state, dtype=runner.dtype, output_loading_info=True,
+            ignore_mismatched_sizes=True)
     absent = sorted(name for name in told["missing_keys"] if _PARTS.search(name))
     if absent:
         raise Unsupported(f"a checkpoint without {absent[0]}", "its encoder of pictures needs all of its tensors",
+                          "Fetch the model again")
+    odd = sorted(str(one[0]) for one in told["mismatched_keys"] if _PARTS.search(str(one[0])))
+    if odd:
+        raise Unsupported(f"a checkpoint in which {odd[0]} is of another shape", "its config says which",
                           "Fetch the model again")
     return module.to(runner.device).eval()
 

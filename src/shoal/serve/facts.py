@@ -64,8 +64,9 @@ class ModelFacts:
         config, generation, spoken = files.config(), files.generation_config(), files.spoken()
         text, (sampling, origin) = config.get_text_config(), files.sampling(generation)
         ends = eos_ids(generation, config, spoken.tokenizer, **files.ends())
+        sees = config.model_type in VISION or files.sight(lambda: dict.fromkeys(spoken.tokens, 0))[0] is not None
         return cls(str(config.model_type), layers_of(text), context_of(text), text.vocab_size, spoken.template,
-                   marks_in(spoken.tokens) is not None, config.model_type in VISION, sampling, origin,
+                   marks_in(spoken.tokens) is not None, sees, sampling, origin,
                    tuple(sorted(ends)), files.changes, files.form())
 
     def props(self, name: str) -> Json:

@@ -149,6 +149,7 @@ def test_a_folder_holds_one_model_and_what_lies_beside_it(first: Path) -> None:
     folder = first.parent
     (folder / "mmproj-F16.gguf").write_bytes(gguf_bytes({"general.architecture": "clip"}, {}))
     (folder / "mtp-tiny.gguf").write_bytes(gguf_bytes({"general.architecture": "llama"}, {}))
+    (folder / "tiny-mmproj-f16.gguf").write_bytes(gguf_bytes({"general.architecture": "clip"}, {}))
     assert models_among(folder.glob("*.gguf")) == [first]
     found = [shoal.load(place, dtype="float32").generate(IDS, max_new_tokens=8).tokens for place in (folder, first)]
     assert found[0] == found[1]

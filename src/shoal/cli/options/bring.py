@@ -51,19 +51,19 @@ def absent(name: str | None, revision: str | None = None) -> Wanted | None:
     return None if wanted is None or here(wanted, revision) is not None else wanted
 
 
-def asked(name: str, revision: str | None = None) -> Order | None:
-    """What the Hub says of a name; None where it is none of the Hub."""
+def asked(name: str, revision: str | None = None, *, sees: bool = True) -> Order | None:
+    """What the Hub says of a name, and of what reads pictures beside it; None where it is none of the Hub."""
     wanted = parse(name)
-    return None if wanted is None else _order(wanted, revision)
+    return None if wanted is None else _order(wanted, revision, sees)
 
 
-def _order(wanted: Wanted, revision: str | None) -> Order:
+def _order(wanted: Wanted, revision: str | None, sees: bool = True) -> Order:
     from huggingface_hub.utils import logging
 
     from shoal.hub.fetch import order
 
     logging.set_verbosity_error()  # what fails is said in one line
-    return order(wanted, revision)
+    return order(wanted, revision, sees)
 
 
 def tell(asked: Order) -> None:
@@ -74,8 +74,10 @@ def tell(asked: Order) -> None:
     what = chosen.first or "a folder in the Hugging Face format"
     print(f"{asked.wanted.repository}: {what}, {len(asked.files)} file{'s' * (len(asked.files) > 1)}, "
           f"{amount(asked.nbytes)}{_picked(asked)}", file=sys.stderr)
-    for path in chosen.left[:1]:
-        print(f"not fetched: {path}, which encodes pictures or sound; Shoal runs the text part", file=sys.stderr)
+    if chosen.sees:
+        print(f"with {chosen.sees}, which reads pictures; shoal pull --no-mmproj leaves it out", file=sys.stderr)
+    if chosen.left:
+        print(f"not fetched: {chosen.left}, which reads pictures", file=sys.stderr)
     if free is not None and asked.nbytes * NEEDS > free:
         print(f"note: it takes about {amount(int(asked.nbytes * NEEDS))} of memory, and {amount(free)} are free on "
               "this machine", file=sys.stderr)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from shoal.model.config import WIDTHS, check_sizes
 from shoal.model.encoder import ENCODERS
 from shoal.model.gguf.encoder_decoders import ENCODER_DECODERS
 from shoal.model.gguf.header import is_gguf
+from shoal.model.gguf.mmproj import Sight
 from shoal.model.gguf.splits import further_beside, only_model
 from shoal.model.lora.adapter import Place, place_in_layers
 from shoal.model.modules import check_loading_info, check_quantised, class_of, loaded, quantised_by
@@ -280,6 +281,10 @@ class Checkpoint:
     def files_beside(self) -> list[Path]:
         """Files beside its own that predict further tokens and may be drafters for it; none where it was changed."""
         return [] if self._gguf is None or self.changed is not None else further_beside(self._gguf.path.parent)
+
+    def sight(self, tokens: Callable[[], Mapping[str, int]]) -> tuple[Sight | None, str]:
+        """What reads pictures for a GGUF file of that vocabulary; see `GgufCheckpoint.sight`."""
+        return (None, "") if self._gguf is None else self._gguf.sight(self.config(), tokens)
 
     def _folder(self) -> Path:
         if Path(self.place).is_dir():

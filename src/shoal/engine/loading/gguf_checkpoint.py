@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
@@ -23,6 +23,7 @@ from shoal.errors import Unsupported
 from shoal.model.gguf.file import GgufFile
 from shoal.model.gguf.header import Header, read_said
 from shoal.model.gguf.metadata import Metadata, vocabulary_of
+from shoal.model.gguf.mmproj import Sight, sight_beside
 from shoal.model.gguf.source import ASIDE, GgufSource, matrix_sizes
 from shoal.model.gguf.splits import further_beside
 from shoal.model.lora.adapter import Place
@@ -109,6 +110,10 @@ class GgufCheckpoint:
                 return GgufSource(other, config)
             log.info("the GGUF file %r predicts further tokens for another model than %r", path.name, self.path.name)
         return None
+
+    def sight(self, config: Any, tokens: Callable[[], Mapping[str, int]]) -> tuple[Sight | None, str]:
+        """What reads pictures for it, from a file of its folder; if nothing does, why, where there is such a file."""
+        return (None, "") if self._own is None else sight_beside(self.path.parent, config, tokens)
 
     def tokenizer(self) -> Any | None:
         """The file's tokenizer, None where it has none; Unsupported where its kind is not known."""

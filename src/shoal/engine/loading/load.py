@@ -296,9 +296,14 @@ def _from_files(
 
 def _sees(engine: Engine, config: Any, files: Checkpoint) -> Engine:
     """Give an engine the encoder of pictures of its model, which is read when the first one comes."""
-    source = files.weights()
+    tokenizer = engine.tokenizer
+    sight, engine.blind = files.sight(lambda: {} if tokenizer is None else tokenizer.get_vocab())
+    if engine.blind:
+        log.info("reading no pictures: %s", engine.blind)
+    config, source, place = (config, files.weights(), files.place) if sight is None else (
+        sight.config, sight.source, sight.prepared)
     if source is not None:
-        engine.vision = vision_of(config, source, engine.runner, files.place, lambda size: _check_sight(engine, size))
+        engine.vision = vision_of(config, source, engine.runner, place, lambda size: _check_sight(engine, size))
     return engine
 
 

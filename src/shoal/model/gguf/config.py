@@ -104,11 +104,27 @@ def _gemma3(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
     }
 
 
+def _placed(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
+    """Qwen2-VL's: runs of pairs that a token's place in the text turns, its row and its column."""
+    found = metadata.wholes("rope.dimension_sections")
+    if sum(found) * 2 != common["head_dim"] or any(found[3:]):
+        raise ValueError(f"the GGUF metadata entry {metadata.architecture}.rope.dimension_sections is {found[:8]}; "
+                         f"three of them must be {common['head_dim'] // 2} together. Convert the model again")
+    return {"rope_parameters": {**common["rope_parameters"], "mrope_section": found[:3]}}
+
+
+def _placed_by_turns(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
+    rope = _placed(file, metadata, common)["rope_parameters"]
+    return _attention_bias(file, metadata, common) | {"rope_parameters": {**rope, "mrope_interleaved": True}}
+
+
 FAMILIES: Mapping[str, Family] = {
     "llama": Family("llama", _biases, interleaved=True, own_head_dim=True),
     "deci": Family("llama", _biases, interleaved=True, own_head_dim=True),
     "qwen2": Family("qwen2"),
     "qwen3": Family("qwen3", _attention_bias, own_head_dim=True),
+    "qwen2vl": Family("qwen2_vl_text", _placed),
+    "qwen3vl": Family("qwen3_vl_text", _placed_by_turns, own_head_dim=True),
     "gemma2": Family("gemma2", _gemma2, norm_shift=1.0, sandwich=True, own_head_dim=True),
     "gemma3": Family("gemma3_text", _gemma3, norm_shift=1.0, sandwich=True, own_head_dim=True),
     "phi3": Family("phi3", _phi3, partial=True),

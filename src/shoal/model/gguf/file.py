@@ -18,15 +18,18 @@ from shoal.model.gguf.splits import opened
 class GgufFile:
     """A GGUF file, mapped once; processes that map it share its pages. Raises as `splits.opened`.
 
+    Args:
+        encoder: whether it must be an encoder of pictures, which is no model by itself.
+
     Attributes:
         path: of the file, the first one of a model in parts.
         paths: of all parts.
         header: its metadata and where its tensors lie.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, encoder: bool = False) -> None:
         self.path = Path(path)
-        found: tuple[Header, tuple[Path, ...], tuple[mmap.mmap, ...]] = opened(self.path)
+        found: tuple[Header, tuple[Path, ...], tuple[mmap.mmap, ...]] = opened(self.path, encoder=encoder)
         self.header, self.paths, self._buffers = found
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given buffer is not writable")

@@ -18,20 +18,21 @@ _NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
 _MOST = 99_999
 _NUMBER, _COUNT, _TENSORS = "split.no", "split.count", "split.tensors.count"
 _FURTHER = "mtp-"
-_BESIDE = {"mmproj-": "encodes images or sound for a model", _FURTHER: "predicts further tokens for a model"}
-"""Beginnings of the names of files that are no model by themselves, and what such a file does."""
+_ENCODES = "mmproj"
+"""What names of files that are no model by themselves begin with, or hold."""
 _ENCODERS = ("clip",)
 """Architectures of files that encode other things than text."""
 
 
-def opened(path: Path) -> tuple[Header, tuple[Path, ...], tuple[mmap.mmap, ...]]:
+def opened(path: Path, *, encoder: bool = False) -> tuple[Header, tuple[Path, ...], tuple[mmap.mmap, ...]]:
     """The header of a whole model, the paths of its parts, and their mappings; raises as `read_header`.
 
-    ValueError as well for a part that is not the first one, is missing, or is of another model.
+    ValueError as well for a part that is not the first one, is missing, or is of another model, and for an encoder
+    of pictures unless that is asked for.
     """
     buffer = mapped(path)
     first = parse(buffer, path.name)
-    _check_model(first, path)
+    _check_kind(first, path, encoder)
     paths = _parts(path, first)
     buffers = (buffer, *map(mapped, paths[1:]))
     headers = [first, *(parse(one, part.name) for one, part in zip(buffers[1:], paths[1:], strict=True))]
@@ -52,8 +53,11 @@ def is_later_part(name: str) -> bool:
 
 def models_among(files: Iterable[Path]) -> list[Path]:
     """The files that can be loaded: later parts of others are left out, and what lies beside a model."""
-    return sorted(path for path in files
-                  if not is_later_part(path.name) and not path.name.lower().startswith(tuple(_BESIDE)))
+    return sorted(path for path in files if not is_later_part(path.name) and not _is_beside(path.name.lower()))
+
+
+def _is_beside(name: str) -> bool:
+    return name.startswith(_FURTHER) or _ENCODES in name
 
 
 def only_model(folder: Path) -> Path | None:
@@ -70,6 +74,11 @@ def further_beside(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("*.gguf") if path.name.lower().startswith(_FURTHER))
 
 
+def encoders_beside(folder: Path) -> list[Path]:
+    """The files of a folder that encode pictures or sound for a model."""
+    return sorted(path for path in folder.glob("*.gguf") if _ENCODES in path.name.lower())
+
+
 def bytes_on_disk(path: Path) -> int:
     """Bytes of a file, or of all parts of a model that are there, by their names alone."""
     found = _NAME.fullmatch(path.name)
@@ -78,9 +87,13 @@ def bytes_on_disk(path: Path) -> int:
     return sum(one.stat().st_size for one in parts or (path,))
 
 
-def _check_model(header: Header, path: Path) -> None:
-    if header.metadata.get("general.architecture") in _ENCODERS:
-        raise ValueError(f"{path.name!r} {_BESIDE['mmproj-']}, and is none itself. Give the model's own .gguf file")
+def _check_kind(header: Header, path: Path, encoder: bool) -> None:
+    encodes = header.metadata.get("general.architecture") in _ENCODERS
+    if encodes and not encoder:
+        raise ValueError(f"{path.name!r} encodes images or sound for a model, and is none itself. Give the model's own "
+                         ".gguf file")
+    if encoder and not encodes:
+        raise ValueError(f"{path.name!r} is no encoder of pictures (general.architecture must be clip)")
 
 
 def _parts(path: Path, header: Header) -> tuple[Path, ...]:
