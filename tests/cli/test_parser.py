@@ -28,7 +28,7 @@ WITHOUT_A_METHOD = {
     "methods", "bench-drafts", "calibrate", "completion", "recommend", "env", "models", "prune", "pull", "rm",
     "train",
 }
-NEEDED = {"batch": ["in.jsonl", "out.jsonl"], "run": ["name"]}
+NEEDED = {"batch": ["in.jsonl", "out.jsonl"], "run": ["name"], "transcribe": ["talk.wav"]}
 
 
 @dataclasses.dataclass(frozen=True)
