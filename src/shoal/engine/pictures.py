@@ -57,8 +57,17 @@ def read_chat(
         return ids, None
     prompt_ids(ids, engine.tokenizer, engine.runner.vocab_size, engine.runner.max_positions)  # refused before the work
     with told_by_transformers("the model's processor of pictures"):
-        inputs = [prepare.image_processor(images=[image], return_tensors="pt") for image in images]
+        inputs = [_prepared(prepare, image) for image in images]
     return ids, Pictures(tuple(_see(engine, vision, one) for one in inputs), vision.token, vision.mutual)
+
+
+def _prepared(prepare: Any, image: Any) -> Mapping[str, Any]:
+    """What the encoder reads of a picture alone, so that it does not depend on those beside it."""
+    if isinstance(prepare, Written):
+        found: Mapping[str, Any] = prepare.image_processor(images=[image], return_tensors="pt")
+    else:  # which has options of its own for its processor of pictures
+        found = prepare(text=[_token(prepare)], images=[[image]], return_tensors="pt")
+    return found
 
 
 def _see(engine: LoadedModel, vision: Vision, inputs: Mapping[str, Any]) -> Picture:
