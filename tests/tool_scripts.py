@@ -50,7 +50,7 @@ def scripted(texts: Sequence[str], tagged: bool = True, context: int = 1 << 14) 
     engine.eos_token_ids = frozenset({engine.tokenizer.eos_token_id})
     left, end = iter(texts), next(iter(engine.eos_token_ids))
 
-    def script(tokens: Sequence[int], most: int, *_: Any) -> tuple[Forced, ...]:
+    def script(tokens: Sequence[int], most: int, *_: Any, **__: Any) -> tuple[Forced, ...]:
         ids = engine.tokenizer(next(left), add_special_tokens=False)["input_ids"]
         return (Forced([*ids, end], len(tokens)),)
 

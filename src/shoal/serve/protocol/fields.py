@@ -91,7 +91,7 @@ OF_PEERS: dict[str, Unread] = {
     "template": Refused("the model's own template is used"),
     "context": Refused("send the whole conversation", ([],)),
     "raw": Refused("a completion goes through no template, a chat through the model's", (False,)),
-    "images": Refused(_MEDIA, ([],)),
+    "images": Refused("pictures are parts of messages", ([],)),
     **dict.fromkeys(
         ("mm_processor_kwargs", "media_io_kwargs", "images_config", "max_dynamic_patch", "min_dynamic_patch"),
         Ignored(_MEDIA)),
