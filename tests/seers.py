@@ -17,6 +17,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from shoal.depth.plan import DepthPlan
+from shoal.model.kv.cache import KVCache
 from shoal.model.layers.pictures import Pictures
 from shoal.model.runner import SequenceChunk
 
@@ -268,8 +269,24 @@ def bare(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return told
 
 
+def asked(*parts: str | Image.Image) -> list[dict[str, Any]]:
+    """A conversation of one message."""
+    return [said(*parts)]
+
+
+def inputs_of(processor: Any, messages: list[dict[str, Any]], images: list[Any]) -> Any:
+    """What transformers' model takes of a conversation and its pictures."""
+    text = processor.tokenizer.apply_chat_template(bare(messages), tokenize=False, add_generation_prompt=True)
+    return processor(text=[text], images=[images], add_special_tokens=False, return_tensors="pt")
+
+
 def logits_of(engine: Any, ids: list[int], pictures: Pictures, most: int) -> Tensor:
-    """Logits [tokens, V] of a prompt that is read in pieces of at most `most` tokens, but for whole pictures."""
+    """The logits of `read`."""
+    return read(engine, ids, pictures, most)[0]
+
+
+def read(engine: Any, ids: list[int], pictures: Pictures, most: int) -> tuple[Tensor, KVCache]:
+    """Read a prompt in pieces of at most `most` tokens, but for whole pictures: logits [tokens, V], and the cache."""
     runner, plan, found, at = engine.runner, DepthPlan.full(engine.runner.num_layers), list[Tensor](), 0
     laid, cache = pictures.laid(ids), runner.new_cache(1)
     cache.attach(0, laid)
@@ -279,4 +296,4 @@ def logits_of(engine: Any, ids: list[int], pictures: Pictures, most: int) -> Ten
         found.append(runner.forward([piece], cache))
         cache.commit(0, range(size))
         at += size
-    return torch.cat(found)
+    return torch.cat(found), cache

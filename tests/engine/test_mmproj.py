@@ -16,6 +16,7 @@ import mmproj_files
 import seers
 import shoal
 from gguf_models import fuzzed
+from seers import asked, inputs_of
 from shoal.engine.loading.checkpoint import Checkpoint
 from shoal.engine.pictures import read_chat
 from shoal.errors import Unsupported
@@ -34,23 +35,11 @@ def made(kind: str, form: str = "F32") -> tuple[shoal.Engine, Any, Any]:
     return shoal.load(str(folder / "model.gguf"), dtype="float32"), model, processor
 
 
-def asked(*parts: Any) -> list[dict[str, Any]]:
-    """A conversation of one message."""
-    return [seers.said(*parts)]
-
-
-def inputs_of(kind: str, messages: list[dict[str, Any]], images: list[Any], form: str = "F32") -> Any:
-    """What transformers' model takes."""
-    _, _, processor = made(kind, form)
-    text = processor.tokenizer.apply_chat_template(seers.bare(messages), tokenize=False, add_generation_prompt=True)
-    return processor(text=[text], images=[images], add_special_tokens=False, return_tensors="pt")
-
-
 @torch.no_grad()
 def features(kind: str, image: Any, form: str) -> Tensor:
     """States [tokens, hidden] of a picture, by transformers' modules."""
     _, model, _ = made(kind, form)
-    inputs = inputs_of(kind, asked(image), [image], form)
+    inputs = inputs_of(made(kind, form)[2], asked(image), [image])
     found = model.model.get_image_features(**{key: one for key, one in inputs.items() if key not in _IDS}).pooler_output
     return torch.cat([one.flatten(0, -2) for one in ([found] if isinstance(found, Tensor) else found)])
 
@@ -72,7 +61,7 @@ def test_greedy_answers_are_those_of_transformers(kind: str) -> None:
     images = [seers.picture(1), seers.picture(2, 90, 50)]
     messages = asked("See ", images[0], " and ", images[1], ". What?")
     ids, pictures = read_chat(engine, messages)
-    inputs = inputs_of(kind, messages, images)
+    inputs = inputs_of(made(kind)[2], messages, images)
     assert ids == inputs["input_ids"][0].tolist()
     wanted = model.generate(**inputs, max_new_tokens=24, do_sample=False)[0, len(ids) :].tolist()
     assert list(engine.generate(messages, max_new_tokens=24, temperature=0.0).tokens) == wanted

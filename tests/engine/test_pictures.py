@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -13,11 +13,16 @@ import torch
 
 import seers
 import shoal
+from seers import asked, inputs_of
 from shared_models import STORIES, model_path
+from shoal.depth.plan import DepthPlan
 from shoal.engine.pictures import read_chat
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.errors import OutOfMemory, Unsupported
 from shoal.model.layers.pictures import Pictures
+from shoal.model.packed import native
+from shoal.model.packed.runner import PackedRunner
+from shoal.model.runner import ModelRunner, SequenceChunk
 
 KINDS = tuple(seers.MAKERS)
 
@@ -30,18 +35,6 @@ def made(kind: str, backend: str = "auto") -> tuple[shoal.Engine, Any, Any]:
     return shoal.load(str(folder), dtype="float32", backend=backend), model, processor
 
 
-def asked(*parts: Any) -> list[dict[str, Any]]:
-    """A conversation of one message."""
-    return [seers.said(*parts)]
-
-
-def inputs_of(kind: str, messages: list[dict[str, Any]], images: list[Any]) -> Any:
-    """What transformers' model takes."""
-    _, _, processor = made(kind)
-    text = processor.tokenizer.apply_chat_template(seers.bare(messages), tokenize=False, add_generation_prompt=True)
-    return processor(text=[text], images=[images], add_special_tokens=False, return_tensors="pt")
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("most", [1, 7, 1000])
 def test_logits_are_those_of_transformers(kind: str, most: int) -> None:
@@ -49,7 +42,7 @@ def test_logits_are_those_of_transformers(kind: str, most: int) -> None:
     images = [seers.picture(1), seers.picture(2, 90, 50)]
     messages = asked("See ", images[0], " and ", images[1], ". What?")
     ids, pictures = read_chat(engine, messages)
-    inputs = inputs_of(kind, messages, images)
+    inputs = inputs_of(made(kind)[2], messages, images)
     assert ids == inputs["input_ids"][0].tolist()
     with torch.no_grad():
         wanted = model(**inputs).logits[0]
@@ -58,12 +51,12 @@ def test_logits_are_those_of_transformers(kind: str, most: int) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("method", ["full", "prompt_lookup"])
+@pytest.mark.parametrize("method", ["full", "prompt_lookup", "d3_spec", "aded", "auto"])
 def test_answers_are_those_of_transformers(kind: str, method: str) -> None:
     engine, model, _ = made(kind)
     image = seers.picture(3, 60, 33)
     messages = asked(image, "What is it? What is it?")
-    inputs = inputs_of(kind, messages, [image])
+    inputs = inputs_of(made(kind)[2], messages, [image])
     wanted = model.generate(**inputs, max_new_tokens=24, do_sample=False)[0, inputs["input_ids"].shape[1] :].tolist()
     found = list(engine.generate(messages, method=method, max_new_tokens=24, temperature=0.0).tokens)
     assert found == wanted[: len(found)] and (len(found) == 24 or wanted[len(found)] == engine.tokenizer.eos_token_id)
@@ -91,7 +84,56 @@ def test_modules_see_too() -> None:
     assert packed.tokens == modules.tokens
 
 
-@pytest.mark.parametrize("kind", ["llava", "gemma3"])
+@pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.why_not()}")
+@pytest.mark.parametrize("most", [1, 7, 30])
+@pytest.mark.parametrize("kind", ["llava", "smolvlm"])
+def test_pieces_of_a_prompt_change_no_bit(kind: str, most: int) -> None:
+    """Where the kernels read pictures too."""
+    engine, _, _ = made(kind)
+    ids, pictures = read_chat(engine, asked("See ", seers.picture(1), " and ", seers.picture(2, 90, 50), ". What?"))
+    assert pictures is not None
+    assert torch.equal(seers.logits_of(engine, ids, pictures, most), seers.logits_of(engine, ids, pictures, 1000))
+
+
+@pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.why_not()}")
+@pytest.mark.parametrize("kind", ["llava", "gemma3", "qwen2_vl", "qwen3_vl"])
+def test_a_node_of_a_tree_behind_a_picture_has_the_bits_of_its_path(kind: str) -> None:
+    engine, _, _ = made(kind)
+    runner, full = engine.runner, DepthPlan.full(engine.runner.num_layers)
+    ids, pictures = read_chat(engine, asked(seers.picture(2, 90, 50), "What?"))
+    assert pictures is not None
+
+    parents, depths, tokens = [-1, 0, 0, 1, 2, 3], [0, 1, 1, 2, 2, 3], [9, 20, 30, 21, 31, 22]
+    tree = SequenceChunk(0, tokens, [1] * len(tokens), full, parents, depths, wanted=len(tokens))
+    found = runner.forward([tree], seers.read(engine, ids, pictures, 1000)[1])
+    for path in ([0, 1, 3, 5], [0, 2, 4]):
+        cache = seers.read(engine, ids, pictures, 1000)[1]
+        for node in path:
+            alone = runner.forward([SequenceChunk(0, [tokens[node]], [1], full)], cache)
+            cache.commit(0, range(1))
+            assert torch.equal(found[node], alone[0])
+
+
+def test_graphs_are_not_asked_for_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They begin with embeddings alone."""
+    seers.write(tmp_path, "llava")
+    engine = shoal.load(str(tmp_path), dtype="float32")
+    runner, asked_of = engine.runner, list[int]()
+    assert isinstance(runner, PackedRunner)
+
+    class Graphs:
+        def forward(self, chunks: Any, cache: Any) -> None:
+            asked_of.append(sum(len(chunk.tokens) for chunk in chunks))
+
+    monkeypatch.setattr(runner, "graphs", Graphs())
+    monkeypatch.setattr(type(runner), "forward", PackedRunner.forward)
+    monkeypatch.setattr(type(runner), "argmax", ModelRunner.argmax)
+    monkeypatch.setattr(type(runner), "argmax_steps", ModelRunner.argmax_steps)
+    engine.generate(asked(seers.picture(1), "What?"), max_new_tokens=4, temperature=0.0)
+    assert asked_of == [1, 1, 1]  # steps after the prompt
+
+
+@pytest.mark.parametrize("kind", ["llava", "gemma3", "qwen2_5_vl"])
 def test_a_batch_is_each_alone(kind: str) -> None:
     engine, _, _ = made(kind)
     prompts: list[Any] = [asked("One ", seers.picture(1)), [{"role": "user", "content": "No picture"}],
@@ -116,7 +158,7 @@ def read_by(scheduler: Scheduler, *parts: Any) -> tuple[list[int], int]:
     return list(handle.results[0].tokens), handle.entries[0].seq.cached
 
 
-@pytest.mark.parametrize("kind", ["llava", "gemma3"])
+@pytest.mark.parametrize("kind", ["llava", "gemma3", "qwen3_vl"])
 def test_prefixes_know_pictures_by_content(kind: str) -> None:
     engine, _, _ = made(kind)
     one, other, text = seers.picture(1), seers.picture(2), " and a text behind it"
@@ -132,7 +174,7 @@ def test_prefixes_know_pictures_by_content(kind: str) -> None:
         assert found == list(alone.tokens)
 
 
-@pytest.mark.parametrize("kind", ["llava", "gemma3"])
+@pytest.mark.parametrize("kind", ["llava", "gemma3", "qwen2_vl"])
 def test_a_session_keeps_what_it_has_seen(kind: str) -> None:
     engine, _, _ = made(kind)
     session = engine.session(temperature=0.0, max_new_tokens=6)
@@ -193,8 +235,9 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
 
 def test_models_of_text_refuse_pictures() -> None:
     engine = shoal.load(str(model_path(STORIES)))
-    with pytest.raises(Unsupported, match="Shoal reads text alone with it"):
-        read_chat(engine, asked(seers.picture(1)))
+    for ask in (partial(read_chat, engine), engine.generate):
+        with pytest.raises(Unsupported, match="Shoal reads text alone with it"):
+            ask(asked(seers.picture(1)))
 
 
 def test_pictures_must_fit_the_prompt() -> None:

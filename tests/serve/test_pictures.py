@@ -15,6 +15,7 @@ from PIL import Image
 import seers
 import shoal
 from serving import MODEL, Running, serving, tiny_engine
+from shoal.serve.settings import Settings
 
 IMAGE = seers.picture(5, 60, 40)
 FILE = seers.file_of(IMAGE)
@@ -173,6 +174,11 @@ def test_sizes_are_bounded(server: Running) -> None:
     assert ask(server, shown(url(large)), shown(url(large))).status_code == 413
     body = {"prompt": "x" * (2 << 20), **COLD}
     assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).status_code == 413
+
+
+def test_a_limit_below_none_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_pictures is -1; it must be at least 0"):
+        Settings(max_pictures=-1)
 
 
 def test_models_of_text_refuse_them() -> None:

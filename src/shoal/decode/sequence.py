@@ -89,7 +89,7 @@ class SequenceState:
     @property
     def quotable(self) -> list[int]:
         """Tokens that an answer may quote: those of its source, the prompt's, and its own."""
-        return self.tokens if self.source is None else [*self.source.ids, *self.tokens]
+        return self.tokens if self.source is None or not self.source.ids else [*self.source.ids, *self.tokens]
 
     @property
     def read(self) -> int:

@@ -313,8 +313,8 @@ class Engine:
 
     def _read(self, prompt: Any) -> tuple[Any, Pictures | None]:
         """A prompt; of a chat with pictures its ids, and these."""
-        chat = isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping)
-        return read_chat(self, prompt) if chat and self.vision is not None else (prompt, None)
+        chat = isinstance(prompt, Sequence) and prompt and all(isinstance(one, Mapping) for one in prompt)
+        return read_chat(self, prompt) if chat else (prompt, None)
 
     def plan(self, method: Any = "full", *, max_new_tokens: int = 256) -> list[tuple[int, ...]]:
         """The layers that each step runs; entry 0 is the token that comes from the prefill: all layers."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from typing import Any
@@ -96,6 +97,7 @@ def _processor(place: str) -> Any:
 def _text(messages: Sequence[Mapping[str, Any]], tokenizer: Any, prepare: Any, options: Mapping[str, Any]) -> str:
     """The text of a conversation, with the processor's token where a picture stands."""
     if not getattr(tokenizer, "chat_template", None):
+        tokenizer = copy.copy(tokenizer)  # which may be the caller's
         tokenizer.chat_template = getattr(prepare, "chat_template", None)
     template = str(tokenizer.chat_template or "")
     if not template:

@@ -292,7 +292,7 @@ def chat_ids(messages: Messages, tokenizer: Any, /, *, add_special_tokens: bool 
         raise ValueError("a prompt of messages needs a tokenizer with a chat template, and this model has none; give "
                          "text, or set tokenizer.chat_template")
     if shown_in(messages)[1]:
-        raise Unsupported("a picture here", "only text is read", "Send it in a chat or with engine.generate(messages)")
+        raise Unsupported("a picture here", "only text is read", "Send it in a chat")
     text = chat_text(messages, partial(rendered, tokenizer), **options)
     check_text(text, "the conversation")
     return list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])

@@ -95,6 +95,8 @@ class Settings:
         for name in ("default_max_tokens", "max_tokens", "max_n", "max_body", "max_audio"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.max_pictures < 0:
+            raise ValueError(f"max_pictures is {self.max_pictures}; it must be at least 0")
         if self.timeout is not None and not self.timeout > 0:
             raise ValueError(f"timeout is {self.timeout}; it must be more than 0 seconds, or none at all")
         for name in ("grace", "keep_alive"):

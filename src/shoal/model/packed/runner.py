@@ -40,6 +40,7 @@ from shoal.model.runner import (
     lay_vectors,
     mark_shallow,
     opened_in,
+    pictured,
     pictures_in,
     run_layers,
     wanted_states,
@@ -91,7 +92,7 @@ class PackedRunner(ModelRunner):
         layer_bytes = sum(layer.nbytes for layer in weights.layers) / len(weights.layers)
         self.head_layers = weights.head.nbytes / layer_bytes
         self.graphs: GraphRunner | None = None
-        if device.type == "cuda" and dtype != torch.float64 and shape.plain and cuda.available():
+        if device.type == "cuda" and dtype != torch.float64 and shape.plain and not shape.axes and cuda.available():
             self.use_graphs()
             self.prefill_chunk = MOST_TOKENS
 
@@ -111,7 +112,8 @@ class PackedRunner(ModelRunner):
         self, chunks: Sequence[SequenceChunk], cache: KVCache, hook: HiddenStateHook | None = None, *,
         start: Start | None = None,
     ) -> Tensor:
-        if self.graphs is not None and hook is None and start is None and not cache.adapted:
+        plain = hook is None and start is None and not cache.adapted and not pictured(chunks, cache)
+        if self.graphs is not None and plain:
             logits = self.graphs.forward(chunks, cache)
             if logits is not None:
                 mark_shallow(chunks, cache)
