@@ -16,6 +16,7 @@ from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
+import shoal
 from shoal.depth.plan import DepthPlan
 from shoal.model.kv.cache import KVCache
 from shoal.model.layers.pictures import Pictures
@@ -233,6 +234,12 @@ def write(folder: Path, kind: str) -> tuple[Any, Any]:
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
     return model, processor
+
+
+def engine(folder: Path, kind: str = "llava") -> shoal.Engine:
+    """Shoal's engine of such a checkpoint, which is written to a folder."""
+    write(folder, kind)
+    return shoal.load(str(folder), dtype="float32")
 
 
 def picture(seed: int, width: int = 40, height: int = 40) -> Image.Image:

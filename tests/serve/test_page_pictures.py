@@ -13,7 +13,6 @@ import pytest
 from PIL import Image
 
 import seers
-import shoal
 from chat_page import ChatPage, axe, conversation
 from serving import Running, serving, wait
 
@@ -24,9 +23,7 @@ SIZES = "return [...document.querySelectorAll(arguments[0])].map((one) => [one.w
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    folder = tmp_path_factory.mktemp("seer") / "model"
-    seers.write(folder, "llava")
-    with serving(shoal.load(str(folder), dtype="float32"), max_pictures=4 << 20) as running:
+    with serving(seers.engine(tmp_path_factory.mktemp("seer")), max_pictures=4 << 20) as running:
         yield running
 
 

@@ -13,7 +13,6 @@ import pytest
 from PIL import Image
 
 import seers
-import shoal
 from serving import MODEL, Running, serving, tiny_engine
 from shoal.serve.settings import Settings
 
@@ -25,9 +24,7 @@ COLD = {"max_tokens": 8, "temperature": 0}
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    folder = tmp_path_factory.mktemp("seer") / "model"
-    seers.write(folder, "llava")
-    with serving(shoal.load(str(folder), dtype="float32"), max_pictures=4 << 20) as running:
+    with serving(seers.engine(tmp_path_factory.mktemp("seer")), max_pictures=4 << 20) as running:
         yield running
 
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from shoal.errors import Unsupported
 from shoal.model.gguf.config import rope_parameters
@@ -26,7 +25,7 @@ from shoal.model.gguf.header import read_header
 from shoal.model.gguf.layerwise import LAYERWISE, ropes
 from shoal.model.gguf.metadata import Metadata, vocabulary_of
 from shoal.model.gguf.source import ASIDE, gguf_name, halves
-from shoal.model.packed.source import Source
+from shoal.model.packed.source import PlacedSource, Source
 
 _ENDS = {"embed_tokens.weight": EMBEDDING, "norm.weight": "output_norm.weight", "lm_head.weight": HEAD,
          "fc.weight": "fc.weight", "d2t": "d2t"}
@@ -84,7 +83,7 @@ class _Form:
     config: Callable[[GgufFile, Metadata], Fields]
 
 
-class _Tensors(Source):
+class _Tensors(PlacedSource):
     """The tensors of a drafter's file by the names of the Hub, in the row order of transformers."""
 
     def __init__(self, file: GgufFile, form: _Form, metadata: Metadata) -> None:
@@ -95,14 +94,6 @@ class _Tensors(Source):
         theirs = {place: name for name, place in form.ends.items()}
         self._places = {theirs.get(place) or _of_layer(place, form.family): place for place in file.header.tensors
                         if not ASIDE.search(place)}
-
-    @override
-    def names(self) -> list[str]:
-        return sorted(self._places)
-
-    @override
-    def has(self, name: str) -> bool:
-        return name in self._places
 
     def __getitem__(self, name: str) -> Tensor:
         info = self._file.header.tensors[self._places[name]]

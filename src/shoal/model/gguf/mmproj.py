@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from shoal.errors import Unsupported, told_by_transformers
 from shoal.model.gguf.file import GgufFile
@@ -18,7 +17,7 @@ from shoal.model.gguf.metadata import Metadata
 from shoal.model.gguf.projectors import PROJECTORS, REMEDY, PreprocessorConfig, Projector, deep, lacks
 from shoal.model.gguf.source import halves
 from shoal.model.gguf.splits import encoders_beside
-from shoal.model.packed.source import Source
+from shoal.model.packed.source import PlacedSource
 
 _NEXT_FRAME = "v.patch_embd.weight.1"
 """The half of a convolution over two frames that files have apart."""
@@ -116,7 +115,7 @@ def _type(metadata: Metadata) -> str:
     return metadata.text("projector_type", metadata.text("vision.projector_type", ""))
 
 
-class MmprojSource(Source):
+class MmprojSource(PlacedSource):
     """An encoder's tensors by transformers' published names; Unsupported if some are missing or left over."""
 
     def __init__(self, file: GgufFile, kind: Projector) -> None:
@@ -135,14 +134,6 @@ class MmprojSource(Source):
         """Which of several files to read, the least one first."""
         kinds = {info.type.name for info in self._file.header.tensors.values() if len(info.shape) == 2}
         return next((number for number, kind in enumerate(_TYPES) if kind in kinds - {"F32"}), len(_TYPES))
-
-    @override
-    def names(self) -> list[str]:
-        return sorted(self._places)
-
-    @override
-    def has(self, name: str) -> bool:
-        return name in self._places
 
     def __getitem__(self, name: str) -> Tensor:
         """The tensor as published, dequantised."""

@@ -73,22 +73,29 @@ class Source(Protocol):
         """The tensor; it may share memory with its model or file, so never write to it."""
 
 
-class TensorSource(Source):
-    """Tensors in memory."""
+class PlacedSource(Source):
+    """A source that has, by name, where each tensor lies, in `_places`."""
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = tensors
+    _places: Mapping[str, Any]
 
     @override
     def names(self) -> list[str]:
-        return sorted(self._tensors)
+        return sorted(self._places)
 
     @override
     def has(self, name: str) -> bool:
-        return name in self._tensors
+        return name in self._places
+
+
+class TensorSource(PlacedSource):
+    """Tensors in memory."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._places = tensors
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._tensors[name]
+        found: Tensor = self._places[name]
+        return found
 
 
 class ModelSource(TensorSource):
