@@ -199,7 +199,7 @@ def test_a_file_of_just_the_bound_goes(say: Any, tmp_path: Path) -> None:
 
 def test_pictures_are_refused_by_models_of_text_in_a_line(say: Any) -> None:
     out, err = say("/image cat.png")
-    assert out == "" and len(err) == 1 and "Shoal reads text alone with it. Use a model that sees" in err[0]
+    assert out == "" and len(err) == 1 and "Shoal reads text alone with it. Leave pictures out" in err[0]
 
 
 @pytest.fixture(scope="session")

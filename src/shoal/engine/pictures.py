@@ -42,9 +42,7 @@ def read_chat(
         return chat_ids(messages, engine.tokenizer, **options), None
     vision, specials = engine.vision, bool(options.pop("add_special_tokens", False))
     if vision is None:
-        raise Unsupported(f"a picture for {engine.model_name or 'this model'}",
-                          engine.blind or "Shoal reads text alone with it",
-                          "Leave pictures out, or use a model that sees, such as LLaVA")
+        raise blind(engine)
     if len(urls) > MOST:
         raise ValueError(f"the conversation has {len(urls)} pictures; it may have {MOST}")
     images = all_decoded([*map(bytes_of, urls)])
@@ -60,6 +58,13 @@ def read_chat(
     with told_by_transformers("the model's processor of pictures"):
         inputs = [_prepared(prepare, image) for image in images]
     return ids, Pictures(tuple(_see(engine, vision, one) for one in inputs), vision.token, vision.mutual)
+
+
+def blind(engine: LoadedModel) -> Unsupported:
+    """What to raise for a picture where the model reads none."""
+    return Unsupported(f"a picture for {engine.model_name or 'this model'}",
+                       engine.blind or "Shoal reads text alone with it",
+                       "Leave pictures out, or use a model that sees, such as LLaVA")
 
 
 def _prepared(prepare: Any, image: Any) -> Mapping[str, Any]:

@@ -174,11 +174,8 @@ def model_routes(scheduler: Scheduler, settings: Settings, metrics: Metrics) -> 
         "/playground/call": page.call,
     }
     if engine.encoder is not None:
-        refusal = _hears if engine.encoder.text is None else _no_chat
-        answered = posts["/v1/completions"]
-        posts |= dict.fromkeys(_OF_TEXT, refusal)
-        if engine.encoder.text is not None:
-            posts["/v1/completions"] = answered
+        heard = engine.encoder.text is None
+        posts |= {path: _hears if heard else _no_chat for path in _OF_TEXT if heard or path != "/v1/completions"}
     reads = {"/props": tokens.props, "/playground/model": model, "/playground/tools": page.tools,
              "/api/tags": ollama.tags, "/api/ps": ollama.running}
     return ModelRoutes(shown(posts, settings), shown(reads, settings))

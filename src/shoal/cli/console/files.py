@@ -7,7 +7,6 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.errors import Unsupported
 from shoal.user_cache import expanded
 
 if TYPE_CHECKING:
@@ -53,10 +52,10 @@ def picture(path: Path, engine: Engine) -> str:
         Unsupported: the model reads none.
     """
     from shoal.engine.picture_files import MOST_BYTES, decoded, url_of
+    from shoal.engine.pictures import blind
 
     if engine.vision is None:
-        raise Unsupported(f"a picture for {engine.model_name or 'this model'}", "Shoal reads text alone with it",
-                          "Use a model that sees, such as LLaVA; /file PATH adds a text file")
+        raise blind(engine)
     data = _read(path, MOST_BYTES >> 10, "make it smaller")
     try:
         decoded(data)
