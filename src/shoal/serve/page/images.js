@@ -4,12 +4,13 @@ import { make } from "./dom.js";
 
 const LARGEST = 1568; // pixels of the longer side: models look at no more
 const MOST = 2 ** 20; // bytes that are sent as they are
+const FORMS = /^image\/(bmp|gif|jpeg|png|webp)$/; // that servers read
 const SHOWN = 160;
 
 /* A file as a data URL, made smaller where it is large; rejects what the browser cannot show. */
 export async function readPicture(file) {
   const bitmap = await createImageBitmap(file), scale = LARGEST / Math.max(bitmap.width, bitmap.height);
-  if (scale >= 1 && file.size <= MOST) return asUrl(file);
+  if (scale >= 1 && file.size <= MOST && FORMS.test(file.type)) return asUrl(file);
   return drawn(bitmap, Math.min(1, scale)).toDataURL("image/jpeg", 0.9);
 }
 
