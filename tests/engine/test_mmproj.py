@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from torch import Tensor
 import mmproj_files
 import seers
 import shoal
+from folders import lasting
 from gguf_models import fuzzed
 from seers import asked, inputs_of
 from shoal.engine.loading.checkpoint import Checkpoint
@@ -30,7 +30,7 @@ _IDS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 @cache
 def made(kind: str, form: str = "F32") -> tuple[shoal.Engine, Any, Any]:
     """An engine of a GGUF file with an encoder beside it, transformers' model and its processor."""
-    folder = Path(mkdtemp(prefix="shoal-mmproj-"))
+    folder = lasting("mmproj")
     model, processor = mmproj_files.write(folder, kind, form)
     return shoal.load(str(folder / "model.gguf"), dtype="float32"), model, processor
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 
 import seers
 import shoal
+from folders import lasting
 from seers import asked, inputs_of
 from shared_models import STORIES, model_path
 from shoal.depth.plan import DepthPlan
@@ -30,7 +30,7 @@ KINDS = tuple(seers.MAKERS)
 @cache
 def made(kind: str, backend: str = "auto") -> tuple[shoal.Engine, Any, Any]:
     """An engine of a checkpoint, transformers' model and its processor."""
-    folder = Path(mkdtemp(prefix="shoal-seer-"))
+    folder = lasting("seer")
     model, processor = seers.write(folder, kind)
     return shoal.load(str(folder), dtype="float32", backend=backend), model, processor
 

@@ -90,6 +90,8 @@ def _add_limits(parser: Parser) -> None:
     group.add_argument("--max-audio", metavar="BYTES", type=int, default=25 << 20, help="most bytes of one with sound")
     group.add_argument("--max-pictures", metavar="BYTES", type=int, default=32 << 20, help="most bytes of a chat where "
                        "the model sees")
+    group.add_argument("--max-responses", metavar="BYTES", type=int, help="most bytes of stored responses, in memory; "
+                       "0 stores none. By default 32 MiB, and 0 with --replicas")
     group.add_argument("--max-audio-seconds", metavar="S", type=float, default=4 * 3600.0, help="most seconds of sound")
     group.add_argument("--method-limit", metavar="METHOD.KNOB=N", type=_limit, action="append", default=[],
                        help="largest value that a request may give that option; repeatable")
@@ -177,6 +179,7 @@ def _settings(args: argparse.Namespace) -> Settings:
     from shoal import methods
     from shoal.serve.policy import check_limits
     from shoal.serve.settings import Settings, hosts_of
+    from shoal.serve.stored import StoredResponses
 
     named = None if args.methods is None else [name for name in args.methods.split(",") if name and name != "none"]
     for name in named or ():
@@ -187,10 +190,13 @@ def _settings(args: argparse.Namespace) -> Settings:
         python_members(args.members_folder)  # refuses a path that is no folder
     limits = dict(args.method_limit)
     check_limits(limits)
+    if args.max_responses and args.replicas > 1:
+        raise ValueError("--max-responses does not go with --replicas: each process would store its own; leave it out")
+    stored = () if args.max_responses is None and args.replicas == 1 else (args.max_responses or 0,)
     environment = [key] if (key := os.environ.get("SHOAL_API_KEY")) else []
     same = {name: getattr(args, name) for name in _SETTINGS}
     return Settings(**same, keep_alive=args.connection_keep_alive,
                     methods=None if named is None else frozenset(named),
                     api_keys=(*args.api_key, *environment), timeout=args.timeout or None,
                     playground=not args.no_playground, cors_origins=tuple(args.cors_origin), limits=limits,
-                    hosts=hosts_of(args.host, args.allowed_host))
+                    hosts=hosts_of(args.host, args.allowed_host), responses=StoredResponses(*stored))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shoal.serve.errors import SPEECH_ROUTE
+from shoal.serve.stored import StoredResponses
 
 if TYPE_CHECKING:
     from shoal.integrations.mcp_servers import McpServers
@@ -49,6 +50,7 @@ class Settings:
         stall: seconds after which an unfinished step counts as stuck, and the server as unhealthy.
         members_folder: folder of Python code whose modules `guided_members` knows; empty for none.
         tools: the MCP servers whose tools the page may call; None for none. The application closes them.
+        responses: those that `/v1/responses` stores.
         cors_origins: origins whose pages may send requests, `*` for all; pages of this machine always may.
     """
 
@@ -76,6 +78,7 @@ class Settings:
     stall: float = 30.0
     members_folder: str = ""
     tools: McpServers | None = field(default=None, repr=False)
+    responses: StoredResponses = field(default_factory=StoredResponses, repr=False, compare=False)
 
     def limit_of(self, path: str) -> int:
         """Most bytes of a request on a path."""
