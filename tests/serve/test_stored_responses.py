@@ -106,14 +106,15 @@ def test_each_key_has_its_own() -> None:
         def client(key: str) -> openai.OpenAI:
             return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
 
-        found = client("one").responses.create(**OPTIONS, input="Hi")
-        assert client("one").responses.retrieve(found.id).id == found.id
-        with pytest.raises(openai.NotFoundError):
-            client("two").responses.retrieve(found.id)
-        with pytest.raises(openai.NotFoundError):
-            client("two").responses.create(**OPTIONS, input="Hi", previous_response_id=found.id)
-        with pytest.raises(openai.AuthenticationError):
-            client("three").responses.delete(found.id)
+        with client("one") as one, client("two") as two, client("three") as three:
+            found = one.responses.create(**OPTIONS, input="Hi")
+            assert one.responses.retrieve(found.id).id == found.id
+            with pytest.raises(openai.NotFoundError):
+                two.responses.retrieve(found.id)
+            with pytest.raises(openai.NotFoundError):
+                two.responses.create(**OPTIONS, input="Hi", previous_response_id=found.id)
+            with pytest.raises(openai.AuthenticationError):
+                three.responses.delete(found.id)
 
 
 def test_a_server_that_stores_nothing_says_so() -> None:
