@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import transformers as hf
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.models.voxtral.processing_voxtral import VoxtralProcessor
 
 import shoal
@@ -150,3 +151,20 @@ def inputs_of(kind: str, spoken: Any, messages: list[dict[str, Any]], sounds: li
     ids = [one["input_ids"] for one in made] + [spoken([pieces[-1]], **options)["input_ids"]]
     found = {name: torch.cat([one[name] for one in made]) for name in ("input_features", "input_features_mask")}
     return {"input_ids": torch.cat(ids, 1), **found}
+
+
+def qwen2_audio_template() -> str:
+    """The chat template that transformers' processor of Qwen2-Audio brings."""
+    return str(hf.Qwen2AudioProcessor(extractor(), tokenizer("")).default_chat_template)
+
+
+def tekken() -> str:
+    """A `tekken.json` of bytes and special tokens, whose ids are those of `tokenizer`."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bytes_of = {letter: number for number, letter in bytes_to_unicode().items()}
+    vocabulary = [{"rank": rank, "token_bytes": base64.b64encode(bytes([bytes_of[letter]])).decode(), "token_str": None}
+                  for rank, letter in enumerate(letters)]
+    special = [{"rank": rank, "token_str": name, "is_control": True} for rank, name in enumerate(SPECIAL)]
+    sizes = {"default_vocab_size": len(SPECIAL) + len(letters), "default_num_special_tokens": len(SPECIAL)}
+    return json.dumps({"config": {"pattern": r"\s+|\S+", "version": "v7", **sizes}, "vocab": vocabulary,
+                       "special_tokens": special})
