@@ -40,13 +40,13 @@ _EAR = {"num_mel_bins": 20, "max_source_positions": 50 * SECONDS}
 _SIZES = {"hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
-def tokenizer(mark: str) -> Any:
-    """Bytes and special tokens, with a chat template in which `mark` stands for a sound."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {name: number for number, name in enumerate((*SPECIAL, *letters))}
+def tokenizer(mark: str, without: str = "") -> Any:
+    """Bytes and special tokens, with a chat template in which `mark` stands for a sound; `without` is missing."""
+    letters, special = sorted(pre_tokenizers.ByteLevel.alphabet()), [name for name in SPECIAL if name != without]
+    vocabulary = {name: number for number, name in enumerate((*special, *letters))}
     core = Tokenizer(models.BPE(vocabulary, []))
     core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    core.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in SPECIAL])
+    core.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special])
     return hf.PreTrainedTokenizerFast(
         tokenizer_object=core, pad_token="<pad>", bos_token="<s>", eos_token="</s>", clean_up_tokenization_spaces=False,
         chat_template=TEMPLATE.replace("SOUND", mark))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ import torch
 import hearers
 import seers
 import shoal
+from folders import lasting
 from hearers import KINDS, asked, inputs_of, sound
 from shared_models import STORIES, model_path
 from shoal.engine.chats import read_chat
@@ -27,7 +27,7 @@ SEVERAL = tuple(kind for kind in KINDS if kind != "qwen2_audio")
 @cache
 def made(kind: str) -> tuple[shoal.Engine, Any, Any]:
     """An engine of a checkpoint, transformers' model and its tokenizer."""
-    folder = Path(mkdtemp(prefix="shoal-hearer-"))
+    folder = lasting("hearer")
     model, spoken = hearers.write(folder, kind)
     return shoal.load(str(folder), dtype="float32"), model, spoken
 
@@ -152,6 +152,18 @@ def test_without_a_feature_extractor_it_is_refused(tmp_path: Path) -> None:
         read_chat(shoal.load(str(tmp_path), dtype="float32"), asked(sound(1)))
 
 
+def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    hearers.write(tmp_path, "voxtral")
+    engine = shoal.load(str(tmp_path), hearers.tokenizer("<sound>", "[AUDIO]"), dtype="float32")
+    with pytest.raises(Unsupported, match=r"its tokenizer has no token \[AUDIO\] of number 24"):
+        read_chat(engine, asked(sound(1)))
+
+
+def test_what_a_file_adds_to_a_window_is_left_out() -> None:
+    engine, _, _ = made("qwen2_audio")
+    assert read_chat(engine, asked(sound(1, 2.09)))[0] == read_chat(engine, asked(sound(1, 2.0)))[0]
+
+
 def test_models_say_that_they_do_not_hear_or_see(tmp_path: Path) -> None:
     text, seer, (hearer, _, _) = shoal.load(str(model_path(STORIES))), seers.engine(tmp_path), made("qwen2_audio")
     for engine, messages, why in (
@@ -172,7 +184,7 @@ def test_lengths_are_bounded(kind: str, monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(ValueError, match=r"sound 2 is 0\.05 s long; it must have 0\.1 s"):
         read_chat(engine, asked(sound(1), sound(1, 0.05)))
     with pytest.raises(ValueError, match=r"sound 1 is \d+ s long; it must be at most"):
-        read_chat(engine, asked(sound(1, 100.0 if kind in SEVERAL else 2.1)))
+        read_chat(engine, asked(sound(1, 100.0 if kind in SEVERAL else 2.2)))
     with pytest.raises(ValueError, match="the conversation has more than 3 s of sound"):
         read_chat(engine, asked(sound(1, 1.9), sound(1, 1.9)), seconds=3.0)
     with pytest.raises(ValueError, match="and the model's context 1024"):

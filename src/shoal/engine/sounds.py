@@ -60,6 +60,9 @@ class HeardSounds:
         self, hearing: Hearing, tokenizer: Any, urls: Sequence[str], most: float, context: int | None
     ) -> None:
         self._hearing, self._tokenizer, self._extractor = hearing, tokenizer, _extractor(hearing.place)
+        if tokenizer.convert_tokens_to_ids(_MARKS[hearing.model_type].token) != hearing.token:
+            raise Unsupported("sounds for this model", f"its tokenizer has no token {_MARKS[hearing.model_type].token} "
+                              f"of number {hearing.token}", "Update transformers, or give the model's own tokenizer")
         self._window = int(self._extractor.n_samples)
         self._samples = self._decoded([bytes_of(url, "sound", "audio/wav", MOST_BYTES) for url in urls],
                                       self._bounded(most, context))
@@ -114,11 +117,12 @@ class HeardSounds:
 
     def _decoded(self, files: Sequence[bytes], most: float) -> list[Samples]:
         """The samples of sounds of at most that many seconds in all."""
-        alone = most if self._hearing.kind.windows else min(most, self._window / RATE)
+        last = None if self._hearing.kind.windows else self._window  # a little more is what MP3 fills a frame up with
+        alone = most if last is None else min(most, last / RATE + _LEAST)
         found, left = list[Samples](), most
         for number, data in enumerate(files, 1):
             with Audio(io.BytesIO(data), f"sound {number}", alone) as audio:
-                found.append(np.concatenate([np.empty(0, np.float32), *audio.pieces()]))
+                found.append(np.concatenate([np.empty(0, np.float32), *audio.pieces()])[:last])
             if len(found[-1]) < RATE * _LEAST:
                 raise ValueError(f"sound {number} is {len(found[-1]) / RATE:.2f} s long; it must have {_LEAST} s")
             left -= len(found[-1]) / RATE

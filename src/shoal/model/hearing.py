@@ -36,28 +36,30 @@ class HearingKind:
 
 
 def _qwen2_audio(module: Any, features: Tensor, heard: Tensor) -> Tensor:
-    """States of Qwen2-Audio's, which transformers has inside the model's forward alone."""
+    """As transformers has it inside the model's forward."""
+    mask = features.new_zeros(1, 1, 1, features.shape[-1] // 2)
+    mask[..., (int(heard.sum()) - 1) // 2 + 1 :] = torch.finfo(mask.dtype).min  # after the convolution of stride 2
+    return _projected(module, features, heard, attention_mask=mask)
+
+
+def _audioflamingo3(module: Any, features: Tensor, heard: Tensor) -> Tensor:
+    return _projected(module, features, heard, input_features_mask=heard)
+
+
+def _projected(module: Any, features: Tensor, heard: Tensor, **mask: Tensor) -> Tensor:
     parts = getattr(module, "model", module)  # transformers 5.0 has them in the model itself
-    count, config = int(heard.sum()), parts.audio_tower.config
-    mask = features.new_zeros(1, 1, 1, config.max_source_positions)
-    mask[..., (count - 1) // 2 + 1 :] = torch.finfo(mask.dtype).min  # after the convolution of stride 2
-    found = parts.audio_tower(features, attention_mask=mask).last_hidden_state
-    states: Tensor = parts.multi_modal_projector(found)[0]
-    return states[: int(_pooled(heard.sum(-1), config))]
+    found: Tensor = parts.multi_modal_projector(parts.audio_tower(features, **mask).last_hidden_state)
+    return found[0, : int(_pooled(heard.sum(-1), None))]
+
+
+def _glmasr(module: Any, features: Tensor, heard: Tensor) -> Tensor:
+    found: Tensor = module.get_audio_features(features, heard).pooler_output
+    return found
 
 
 def _voxtral(module: Any, features: Tensor, heard: Tensor) -> Tensor:
-    return _of(module.get_audio_features(features))
-
-
-def _masked(module: Any, features: Tensor, heard: Tensor) -> Tensor:
-    return _of(module.get_audio_features(features, heard))
-
-
-def _of(found: Any) -> Tensor:
-    """The states [tokens, hidden] among what an encoder gives."""
-    states: Tensor = found.pooler_output
-    return states.flatten(0, -2)
+    found: Tensor = module.get_audio_features(features).pooler_output
+    return found
 
 
 def _pooled(frames: Tensor, config: Any) -> Tensor:
@@ -76,8 +78,8 @@ def _all(frames: Tensor, config: Any) -> Tensor:
 
 
 HEARING: Mapping[str, HearingKind] = MappingProxyType({
-    "audioflamingo3": HearingKind(_masked, _pooled),
-    "glmasr": HearingKind(_masked, _merged),
+    "audioflamingo3": HearingKind(_audioflamingo3, _pooled),
+    "glmasr": HearingKind(_glmasr, _merged),
     "qwen2_audio": HearingKind(_qwen2_audio, _pooled, windows=False),
     "voxtral": HearingKind(_voxtral, _all, padded=True),
 })

@@ -73,7 +73,7 @@ class Sense(ABC):
     def nbytes(self) -> int:
         """Bytes of its weights once it has read something, and of what it keeps."""
         weights = sum(one.nbytes for one in self.module.parameters()) if "module" in vars(self) else 0
-        return weights + sum(one.states.nbytes for one in self._known.values())
+        return weights + sum(one.states.nbytes for one in [*self._known.values()])
 
     @torch.no_grad()
     def __call__(self, inputs: Mapping[str, Tensor], turn: Turn = nullcontext) -> Picture:
