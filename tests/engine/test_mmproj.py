@@ -17,8 +17,8 @@ import shoal
 from folders import lasting
 from gguf_models import fuzzed
 from seers import asked, inputs_of
+from shoal.engine.chats import read_chat
 from shoal.engine.loading.checkpoint import Checkpoint
-from shoal.engine.pictures import read_chat
 from shoal.errors import Unsupported
 from shoal.model.gguf.mmproj import sight_beside
 from shoal.serve.facts import ModelFacts

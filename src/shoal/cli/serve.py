@@ -170,7 +170,7 @@ def _parts(args: argparse.Namespace, settings: Settings) -> tuple[Scheduler, Set
     if name in engine.adapters:
         raise ValueError(f"an adapter and the model are both named {name!r}; write --lora NAME=PATH with another name")
     settings = replace(settings, model_name=name, adapters=tuple(engine.adapters),
-                       max_pictures=0 if engine.vision is None else args.max_pictures)
+                       max_pictures=args.max_pictures if engine.vision else args.max_audio if engine.hearing else 0)
     return common.make_scheduler(args, engine, max_waiting=args.max_waiting), settings
 
 

@@ -140,11 +140,12 @@ class RequestHandler:
     async def _prompt(
         self, body: ChatBody, look: bool = True
     ) -> tuple[list[int], Pictures | None, Tools | None, list[str]]:
-        """The token ids of a conversation, its pictures, tools that may be called, and names of what has no effect."""
+        """The token ids of a conversation, what it shows, tools that may be called, and names of what has no effect."""
         tools, more = body.tools_for(getattr(self._tokenizer, "chat_template", None), self._settings.strict)
         told, ignored = conversation(body.messages, self._tokenizer, self._settings.strict)
         engine = self._scheduler.engine
-        ids, pictures = await apart(read_chat, engine, told, body.variables(tools, told), look)
+        most = self._settings.max_audio_seconds
+        ids, pictures = await apart(read_chat, engine, told, body.variables(tools, told), most, look)
         return ids, pictures, tools, [*ignored, *more]
 
     async def converse(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _NAMES = ("localhost", "127.0.0.1", "[::1]")
 _CHATS = ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/api/chat",
           "/api/generate", "/tokenize")
-"""Routes whose messages may hold pictures."""
+"""Routes whose messages may hold pictures and sounds."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Settings:
         max_n: most answers per request, over all its prompts; a search counts once per possible branch.
         max_body: most bytes of a request.
         max_audio: most bytes of one with sound.
-        max_pictures: most bytes of a chat where models see; 0 where none does.
+        max_pictures: most bytes of a chat where models see, or hear; 0 where none does.
         max_audio_seconds: most seconds of sound.
         timeout: seconds after which a request is answered 504; None for no limit.
         grace: seconds that requests have to finish when the server shuts down.

@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from shoal.decode.text.pieces import TokenBytes
-from shoal.engine import pictures
+from shoal.engine import chats
 from shoal.engine.loaded import LoadedModel
 from shoal.engine.messages import BadMessage, plain
 from shoal.engine.request import prompt_ids
@@ -132,7 +132,7 @@ class TokenRoutes:
         told, ignored = conversation(chat.messages, self._tokenizer, self._settings.strict)
         tools, more = chat.tools_for(self._tokenizer.chat_template, self._settings.strict)
         options = {**chat.variables(tools, told), "add_special_tokens": bool(body.specials)}
-        return read_chat(self._engine, told, options, look=False)[0], [*ignored, *more]
+        return read_chat(self._engine, told, options, self._settings.max_audio_seconds, False)[0], [*ignored, *more]
 
     def _text(self, text: str, body: TokenizeBody) -> list[int]:
         if not text and not body.specials:
@@ -195,11 +195,11 @@ def conversation(
 
 
 def read_chat(
-    engine: LoadedModel, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], look: bool = True
+    engine: LoadedModel, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], seconds: float, look: bool
 ) -> tuple[list[int], Pictures | None]:
-    """Token ids and pictures of such messages, by the template's options; ApiError 400 if one of them is refused."""
+    """Token ids and pictures or sounds of such messages, by the template's options; ApiError 400 if one is refused."""
     try:
-        return pictures.read_chat(engine, messages, look=look, **options)
+        return chats.read_chat(engine, messages, look=look, seconds=seconds, **options)
     except ValueError as error:
         raise refused("messages", str(error)) from None
 
