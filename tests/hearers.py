@@ -137,9 +137,9 @@ def inputs_of(kind: str, spoken: Any, messages: list[dict[str, Any]], sounds: li
         return dict(own(text=[text], audio=sounds, sampling_rate=RATE, **options))
     if kind == "voxtral":
         own = VoxtralProcessor(extractor(), spoken)
-        features = own._retrieve_input_features(sounds, 100 * SECONDS, **{
-            **{name: value for name, value in VoxtralProcessor.audio_kwargs.items() if name != "max_source_positions"},
-            "pad_to_multiple_of": SECONDS * RATE})
+        features = own._retrieve_input_features(
+            sounds, 100 * SECONDS, sampling_rate=RATE, padding=True, truncation=False, return_tensors="pt",
+            pad_to_multiple_of=SECONDS * RATE)
         for one in sounds:
             text = text.replace("[AUDIO]", "<pad>" * (-(-len(one) // (SECONDS * RATE)) * 25), 1)
         return {**spoken([text.replace("<pad>", "[AUDIO]")], **options), "input_features": features}

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
+from packaging.version import Version
 
 import hearers
 import seers
@@ -224,6 +226,10 @@ def test_voxtral_is_spoken_to_as_by_mistral_common(tmp_path: Path) -> None:
         file.unlink()
     (tmp_path / "chat_template.jinja").unlink()
     (tmp_path / "tekken.json").write_text(hearers.tekken())
+    if Version(hf.__version__) < Version("5.1"):
+        with pytest.raises(Unsupported, match="nothing of it but the vocabulary. Update transformers"):
+            shoal.load(str(tmp_path), dtype="float32")
+        return
     engine = shoal.load(str(tmp_path), dtype="float32")
     engine.generate(asked(sound(1), "What is it?"), max_new_tokens=2)
     talk: list[Any] = [*asked(sound(1, 2.5), "What is it?"), {"role": "assistant", "content": "A tone."},

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from shoal.errors import Unsupported
+
 TEKKEN = "tekken.json"
 _TEMPLATE = (
     "{{ bos_token }}{% set seen = namespace(audio=false) %}"
@@ -21,10 +23,18 @@ _TEMPLATE = (
 
 
 def voxtral_tokenizer(place: str, revision: str | None) -> Any:
-    """The tokenizer of a folder or Hub id, by transformers alone; OSError where there is none."""
-    from transformers import PreTrainedTokenizerFast
+    """The tokenizer of a folder or Hub id, by transformers alone.
+
+    Raises:
+        OSError: there is none.
+        Unsupported: transformers reads its vocabulary alone.
+    """
+    from transformers import PreTrainedTokenizerFast, __version__
 
     found = PreTrainedTokenizerFast.from_pretrained(place, revision=revision or "main")
+    if found.backend_tokenizer.pre_tokenizer is None:
+        raise Unsupported(f"{TEKKEN} with transformers {__version__}", "that reads nothing of it but the vocabulary",
+                          "Update transformers")
     for name, token in (("bos_token", "<s>"), ("eos_token", "</s>"), ("pad_token", "<pad>")):
         if getattr(found, name) is None and token in found.get_vocab():
             setattr(found, name, token)
