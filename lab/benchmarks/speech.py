@@ -7,7 +7,7 @@ reads the short files, one after another, in a process of its own which is warme
 engines take their turn. All are greedy, with timestamps, temperatures that rise as by default, no detection of voices,
 and the same threads. `--engines` names them:
 
-    shoal, shoal:int8, shoal:full+METHOD    precisions and methods of Shoal
+    shoal, shoal:bfloat16, shoal:int8, shoal:full+METHOD    precisions and methods of Shoal
     faster-whisper:int8, faster-whisper:float32
     transformers
 
@@ -106,8 +106,9 @@ def of_shoal(args: argparse.Namespace, how: str) -> Hear:
 
     torch.set_num_threads(args.threads)
     precision, _, method = how.partition("+")
-    quant = precision if precision not in ("", "full") else None
-    transcriber = Transcriber(shoal.load(str(args.model), quant=quant))  # type: ignore[arg-type]
+    dtype = precision if precision == "bfloat16" else None
+    quant: Any = precision if precision not in ("", "full", "bfloat16") else None
+    transcriber = Transcriber(shoal.load(str(args.model), quant=quant, dtype=dtype))
     wish = Wish(args.language or None, method=method or "full")
 
     def hear(path: Path) -> str:

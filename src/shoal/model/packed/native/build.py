@@ -47,7 +47,8 @@ _SHORT = {
         "gcse-after-reload", "split-loops", "split-paths", "tree-loop-distribution", "tree-partial-pre",
         "unswitch-loops", "version-loops-for-strides")),
 }
-"""Further flags, by which a wheel is 70 KB smaller: pack.c works while a model loads, and the others are as fast."""
+"""Further flags, by which a wheel is 70 KB smaller. pack.c works while a model loads; with Q4_1 and Q4_K_M files on
+AVX-512, which alone were compared, the others are as fast (lab/reports/checkouts-flags*.json)."""
 _TIMEOUT = 300
 PREBUILT = "prebuilt"
 """The folder beside this file in which wheels have libraries."""
