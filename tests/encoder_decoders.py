@@ -27,6 +27,8 @@ from transformers import (
     PreTrainedTokenizerFast,
     T5Config,
     T5ForConditionalGeneration,
+    UMT5Config,
+    UMT5ForConditionalGeneration,
 )
 
 VOCAB, START, END, LAYERS = 270, 258, 257, 3
@@ -52,9 +54,11 @@ MADE: Mapping[str, Make] = {
     "t5-gated": lambda more: T5ForConditionalGeneration(T5Config(**{
         **_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, **more})),
     "mt5": lambda more: MT5ForConditionalGeneration(MT5Config(**{**_T5, **more})),
+    "umt5": lambda more: UMT5ForConditionalGeneration(UMT5Config(**{**_T5, **more})),
 }
 KINDS = tuple(MADE)
-_SEEDS = {"bart": 11, "plbart": 11, "mbart": 5, "pegasus": 3, "m2m_100": 11, "t5": 13, "t5-gated": 12, "mt5": 3}
+_SEEDS = {"bart": 11, "plbart": 11, "mbart": 5, "pegasus": 3, "m2m_100": 11, "t5": 13, "t5-gated": 12, "mt5": 3,
+          "umt5": 3}
 """Of models whose words vary most."""
 
 
@@ -73,7 +77,8 @@ def model_of(kind: str, seed: int | None = None, **more: Any) -> Any:
         model.final_logits_bias.normal_(std=0.1)
     if "t5" in kind:
         for stack in (model.encoder, model.decoder):
-            stack.block[0].layer[0].SelfAttention.relative_attention_bias.weight.data.normal_(std=2.0)
+            for block in stack.block if kind == "umt5" else stack.block[:1]:
+                block.layer[0].SelfAttention.relative_attention_bias.weight.data.normal_(std=2.0)
     if kind == "t5-gated":
         model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
         model.config.tie_word_embeddings = False

@@ -85,7 +85,7 @@ def in_torch(path: Path) -> PackedRunner:
 
 
 @pytest.mark.parametrize("file_type", ["F32", "Q8_0", "Q4_0"])
-@pytest.mark.parametrize("kind", ["t5", "t5-gated"])
+@pytest.mark.parametrize("kind", ["t5", "t5-gated", "umt5"])
 def test_answers_are_those_of_transformers(kind: str, file_type: str, tmp_path: Path) -> None:
     model = write(tmp_path / "t5.gguf", model_of(kind, **_SIZES), file_type)
     engine = shoal.load(tmp_path / "t5.gguf")

@@ -30,7 +30,7 @@ from shoal.model.runner import SequenceChunk
 FULL, NEW = DepthPlan.full(LAYERS), 12
 SOURCES = ([5, 6, 7, 8, 9, 9, 30, END], [90, 40, END], [33, 34, 33, 34, 99, *range(60, 90), END], [7, END])
 PROMPT = [START, *range(20, 45), 30, 31, 30, 31]
-OTHERS = ("bart", "mbart", "marian", "t5")
+OTHERS = ("bart", "mbart", "marian", "t5", "umt5")
 """One of each form of layers."""
 needs_kernels = pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.why_not()}")
 

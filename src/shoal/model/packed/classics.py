@@ -23,7 +23,7 @@ Order = Literal["parts", "heads", "quarters"]
 of each quarter of the heads."""
 _REMEDY = 'Use backend="hf", which runs the model\'s own modules'
 BART = ("bart", "mbart", "plbart", "marian", "pegasus", "m2m_100")
-T5 = ("t5", "mt5")
+T5 = ("t5", "mt5", "umt5")
 """Model types of decoders beside an encoder that reads text."""
 
 
@@ -178,7 +178,7 @@ def _bart(text: Any) -> Fields:
 
 def _t5(text: Any) -> Fields:
     """T5, whose head may be a matrix of its own whatever its config says."""
-    scaled = text.model_type == "t5" and getattr(text, "scale_decoder_outputs", text.tie_word_embeddings)
+    scaled = text.model_type != "mt5" and getattr(text, "scale_decoder_outputs", text.tie_word_embeddings)
     return {**_biased(False, False, False), "num_hidden_layers": text.num_decoder_layers, "attention_multiplier": 1.0,
             "num_key_value_heads": text.num_heads, "intermediate_size": text.d_ff, "hidden_act": text.dense_act_fn,
             "rope_parameters": {}, "tie_word_embeddings": False, "logit_factor": text.d_model**-0.5 if scaled else 1.0,

@@ -92,7 +92,8 @@ class Names:
         embedding, final_norm: below the root; no norm follows the layers where final_norm is None.
         layers: below the root, before a layer's number.
         positions, embedding_norm: below the root: the table of learned positions, and the norm of embeddings, or None.
-        distances: below the root, the table of biases by ranges of distances, or None.
+        distances: below the root, the table of biases by ranges of distances, with {} for the number of a layer where
+            each has its own; or None.
         attention, mlp, mixer, cross: of the sublayers, with the dot; mixer is the recurrence, cross the attention to
             an encoder's states.
         qkv, out, head_norms: below attention: the matrix that has q, k and v, its output projection, and the norms of
@@ -118,6 +119,10 @@ class Names:
     gate_up: tuple[str, str] = ("gate_proj", "up_proj")
     joined: str = "gate_up_proj"
     down: str = "down_proj"
+
+    def tables(self, layers: int) -> list[str]:
+        """The tables of biases by ranges of distances: one, or each layer's."""
+        return [] if self.distances is None else [*dict.fromkeys(map(self.distances.format, range(layers)))]
 
 
 @dataclass(frozen=True)
@@ -339,6 +344,8 @@ CLASSICS: Mapping[str, ModelKind] = MappingProxyType({
         _POST_NORM.names, embedding_norm="layernorm_embedding"))),
     "marian": _POST_NORM,
     **dict.fromkeys(("t5", "mt5"), _T5),
+    "umt5": replace(_T5, names=replace(
+        _T5.names, distances="block.{}.layer.0.SelfAttention.relative_attention_bias")),
     "persimmon": _classic(replace(_NEOX, embedding="embed_tokens", final_norm="final_layernorm",
                                   attention="self_attn.", head_norms=("q_layernorm", "k_layernorm"))),
     "nemotron": _classic(Names()),
