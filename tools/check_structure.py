@@ -69,7 +69,8 @@ of several models, whose sizes files tell; 140: tools of MCP servers on the page
 timestamps, subtitles, its command and its routes; 730: pictures in prompts, their encoders and files, from commands
 and in batches; 300: pictures fetched by http where an operator allows it, within bounds;
 520: encoders of pictures beside GGUF files, by type of projector;
-710: encoders of text: norms of sums, biases by ranges of distances, or of a layer, sources from prompts, T5 in GGUF files."""
+710: encoders of text: norms of sums, biases by ranges of distances, or of a layer, sources from prompts, T5 in
+GGUF files."""
 MOST_CORE_FILES = 368  # 20: recurrent; 4: experts; 4: SambaY; 3: latent; 9: GGUF; 6: classics; 20: drafts; 11: hub;
 # 9: what clients speak; 1: threads that part; 2: what is told of a model, how it lies in files; 1: whose adapters are;
 # 1: options of tools; 4: sources and their encoders; 7: speech; 7: pictures
