@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm
 from transformers.models.t5.modeling_t5 import T5Attention
+from transformers.models.t5gemma.modeling_t5gemma import T5GemmaRMSNorm
 
+import families
 import shoal
 from encoder_decoders import END, KINDS, LAYERS, START, likeliest, logits_of, model_of, tokenizer, write
 from shoal.depth.plan import DepthPlan
@@ -30,7 +32,7 @@ from shoal.model.runner import SequenceChunk
 FULL, NEW = DepthPlan.full(LAYERS), 12
 SOURCES = ([5, 6, 7, 8, 9, 9, 30, END], [90, 40, END], [33, 34, 33, 34, 99, *range(60, 90), END], [7, END])
 PROMPT = [START, *range(20, 45), 30, 31, 30, 31]
-OTHERS = ("bart", "mbart", "marian", "t5", "umt5")
+OTHERS = ("bart", "mbart", "marian", "t5", "umt5", "t5gemma")
 """One of each form of layers."""
 needs_kernels = pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.why_not()}")
 
@@ -41,12 +43,18 @@ def known(kind: str) -> Any:
 
 
 def in_double(kind: str) -> Any:
-    """A model in float64, T5's norms too, which transformers computes in float32."""
+    """A model in float64, T5's and Gemma's norms too, which transformers computes in float32."""
     model = model_of(kind).double()
     for module in model.modules():
         if hasattr(module, "variance_epsilon"):
             module.forward = partial(rms_norm, normalized_shape=(32,), weight=module.weight,
                                      eps=module.variance_epsilon)
+        elif isinstance(module, T5GemmaRMSNorm):
+            module.forward = partial(rms_norm, normalized_shape=module.weight.shape, weight=1 + module.weight,
+                                     eps=module.eps)
+    if "t5gemma" in kind:  # whose softmax, too
+        for config in (model.config, model.config.encoder, model.config.decoder):
+            config._attn_implementation = families._ATTENTION["gemma2"]
     return model
 
 

@@ -24,6 +24,7 @@ of each quarter of the heads."""
 _REMEDY = 'Use backend="hf", which runs the model\'s own modules'
 BART = ("bart", "mbart", "plbart", "marian", "pegasus", "m2m_100")
 T5 = ("t5", "mt5", "umt5")
+READERS = (*BART, *T5, "t5gemma")
 """Model types of decoders beside an encoder that reads text."""
 
 
@@ -275,6 +276,7 @@ _FIELDS: Mapping[str, Callable[[Any], Fields]] = MappingProxyType({
     "gpt_neox": _gpt_neox, "falcon": _falcon, "cohere": _cohere, "cohere2": _cohere,
     "cohere2_moe": _cohere2_moe, "stablelm": _stablelm, "opt": _opt, "whisper": _whisper,
     **dict.fromkeys(BART, _bart), **dict.fromkeys(T5, _t5),
+    "t5_gemma_module": lambda text: {"tie_word_embeddings": False},  # as T5, whose head may be another in any case
     "persimmon": _persimmon, "nemotron": _nemotron, "olmo": _olmo, "bloom": _bloom, "mpt": _mpt, "gptj": _gptj,
     "codegen": _codegen, "phimoe": lambda text: {"head_biased": text.lm_head_bias},
     "dbrx": _dbrx,

@@ -38,6 +38,7 @@ class Norms:
     attention_sum: str | None = None
     cross_sum: str | None = None
     mlp_sum: str | None = None
+    cross_out: str | None = None
 
 
 @dataclass(frozen=True)
@@ -361,4 +362,8 @@ CLASSICS: Mapping[str, ModelKind] = MappingProxyType({
 })
 """Model types with LayerNorms, most of them with MLPs without a gate: the kernels run them."""
 
-MODELS: Mapping[str, ModelKind] = MappingProxyType({**LLAMA, **MIXTURES, **HYBRIDS, **CLASSICS})
+_T5GEMMA = replace(_crossing(ModelKind(), Norms(
+    "pre_self_attn_layernorm", "pre_feedforward_layernorm", "post_self_attn_layernorm", "post_feedforward_layernorm",
+    cross="pre_cross_attn_layernorm", cross_out="post_cross_attn_layernorm")), names=Names(cross="cross_attn."))
+MODELS: Mapping[str, ModelKind] = MappingProxyType({
+    **LLAMA, **MIXTURES, **HYBRIDS, **CLASSICS, "t5_gemma_module": _T5GEMMA})

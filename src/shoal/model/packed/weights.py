@@ -617,14 +617,16 @@ class Packer:
         shape, name = self._shape, f"{layer}{self._shape.names.cross}"
         rows, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         norm, sizes = self._norm(layer, norms.cross), (rows, keys, keys)
-        query, k, v = (self.pack({f"{name}{part}.weight": size}, shape.hidden, "matrix")
-                       for part, size in zip(_QKV, sizes, strict=True))
+        seen = getattr(self._text, "cross_attention_hidden_size", None) or shape.hidden
+        query, k, v = (self.pack({f"{name}{part}.weight": size}, width, "matrix")
+                       for part, size, width in zip(_QKV, sizes, (shape.hidden, seen, seen), strict=True))
         out = self.pack({f"{name}{shape.names.out}.weight": shape.hidden}, rows, "matrix")
         of_query, of_k, of_v = (self._optional(f"{name}{part}.bias", size)
                                 for part, size in zip(_QKV, sizes, strict=True))
         of_out = self._optional(f"{name}{shape.names.out}.bias", shape.hidden)
         return CrossAttention(norm, query, out, k, v, self._norm_bias(layer, norms.cross), of_query, of_out, of_k, of_v,
-                              self._norm(layer, norms.cross_sum), self._norm_bias(layer, norms.cross_sum))
+                              self._norm(layer, norms.cross_sum), self._norm_bias(layer, norms.cross_sum),
+                              self._norm(layer, norms.cross_out))
 
     def _latent(self, layer: Layer, name: str) -> None:
         """Latent attention, whose last matrices of keys and values are split into those of each head."""

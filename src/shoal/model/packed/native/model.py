@@ -510,6 +510,7 @@ class NativeModel:
             struct.attention_norm_bias = self._vector("the bias of that norm", cross.norm_bias, shape.hidden)
             struct.qkv_bias = self._vector("the bias of queries", cross.query_bias, rows)
             struct.out_bias = self._vector("the bias of out", cross.out_bias, shape.hidden)
+            struct.attention_out_norm = self._vector("the norm of its outputs", cross.out_norm, shape.hidden)
             struct.attention_sum_norm = self._vector("the norm after cross-attention", cross.sum_norm, shape.hidden)
             struct.attention_sum_bias = self._vector("the bias of that norm", cross.sum_norm_bias, shape.hidden)
         return struct
