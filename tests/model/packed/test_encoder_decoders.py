@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache, partial
 from inspect import signature
 from pathlib import Path
@@ -252,6 +253,17 @@ def test_a_loaded_model_is_packed_beside_its_own_encoder(kind: str) -> None:
         SOURCES[0], max_new_tokens=NEW).tokens
     assert engine.encoder is not None and engine.encoder.module is model.get_encoder()
     assert all(torch.equal(before[name], one) for name, one in model.state_dict().items())
+
+
+def test_a_config_of_umt5_says_whether_the_states_before_the_head_are_scaled(tmp_path: Path) -> None:
+    """As those of T5 1.1 and UMT5 do, by `tie_word_embeddings`; transformers 5 forgets UMT5's, and scales them."""
+    found = dict[bool, Tensor]()
+    for scaled in (True, False):
+        folder = write(tmp_path / str(scaled), known("umt5"))
+        config = json.loads((folder / "config.json").read_text("utf-8"))
+        (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": scaled}), "utf-8")
+        found[scaled] = logits(shoal.load(folder), SOURCES[0], PROMPT)
+    torch.testing.assert_close(found[True] * 32**0.5, found[False])
 
 
 @needs_kernels
