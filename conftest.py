@@ -21,6 +21,7 @@ import pytest
 from hypothesis import settings
 from transformers import PreTrainedModel
 
+import folders
 from families import FAMILIES, changed, fingerprint, tiny
 
 MANY, SHARE = 1, 24
@@ -32,6 +33,11 @@ settings.load_profile("shoal")
 def pytest_configure() -> None:
     """With several workers, threads of one only get in the way of the others."""
     torch.set_num_threads(1)
+
+
+def pytest_unconfigure() -> None:
+    """Leave nothing behind but what later runs use again."""
+    folders.remove()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

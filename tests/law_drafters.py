@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from assistants import write_assistant
@@ -15,6 +13,7 @@ from drafts import noisy
 from eagle_drafters import FORMS, write
 from eagle_part import write_eagle_for
 from families import HIDDEN, tiny
+from folders import lasting
 from mtp_layer import with_layer
 from sampled_law import VOCABULARY, target
 from shoal.engine.engine import Engine
@@ -25,7 +24,7 @@ from state_head_drafters import write_for
 @functools.cache
 def layer() -> str:
     """A random layer for the target, which guesses all of its tokens but one."""
-    return str(write_eagle_for(target(), Path(tempfile.mkdtemp(prefix="shoal-law-")), (0, 1, 3, 4)))
+    return str(write_eagle_for(target(), lasting("law"), (0, 1, 3, 4)))
 
 
 @functools.cache
@@ -34,7 +33,7 @@ def another() -> str:
     form = replace(
         FORMS["eagle3"], config={"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}, vocabulary=VOCABULARY,
         kept=(0, 1, 3, 4), more={"norm.weight": (HIDDEN,), "lm_head.weight": (4, HIDDEN)})
-    return str(write(Path(tempfile.mkdtemp(prefix="shoal-law-")), form))
+    return str(write(lasting("law"), form))
 
 
 @functools.cache
@@ -44,13 +43,13 @@ def block() -> str:
         BLOCK_FORMS["dflash, speculators"], vocabulary=VOCABULARY, kept=(0, 1, 3, 4), taps=(0, 1), mask=2,
         config={**BLOCK_FORMS["dflash, speculators"].config, "aux_hidden_state_layer_ids": [0, 1],
                 "mask_token_id": 2}, more={"lm_head.weight": (4, HIDDEN)})
-    return str(write_block(Path(tempfile.mkdtemp(prefix="shoal-law-")), form))
+    return str(write_block(lasting("law"), form))
 
 
 @functools.cache
 def heads(name: str) -> str:
     """Heads of an MLP speculator for the target."""
-    return str(write_for(Path(tempfile.mkdtemp(prefix="shoal-law-")), name, VOCABULARY))
+    return str(write_for(lasting("law"), name, VOCABULARY))
 
 
 @functools.cache
@@ -63,7 +62,7 @@ def brings(count: int) -> Engine:
 def with_assistant() -> tuple[Engine, str]:
     """A model of Gemma 4's kind, and an assistant for it."""
     sizes = {"vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY}
-    folder = write_assistant(Path(tempfile.mkdtemp(prefix="shoal-law-")), "gemma4_small", vocab_size=VOCABULARY)
+    folder = write_assistant(lasting("law"), "gemma4_small", vocab_size=VOCABULARY)
     return engine_for(tiny("gemma4_small", **sizes)), str(folder)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import inspect
 import io
 import json
 from collections.abc import Callable, Mapping
@@ -18,6 +19,7 @@ from torch import Tensor
 
 import shoal
 from shoal.depth.plan import DepthPlan
+from shoal.engine.picture_processors import by_pillow
 from shoal.model.kv.cache import KVCache
 from shoal.model.layers.pictures import Pictures
 from shoal.model.runner import SequenceChunk
@@ -33,6 +35,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}[assistant]{% endif %}")
 _TEXT = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
          "num_key_value_heads": 2, "max_position_embeddings": 1024}
+_READ = inspect.signature(hf.Qwen3VLForConditionalGeneration.forward).parameters
 _SIGHT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
           "image_size": 32, "patch_size": 8}
 
@@ -56,7 +59,7 @@ def _llava(ids: Mapping[str, int], text: dict[str, Any]) -> tuple[Any, Any]:
         image_token_index=ids["<image>"], vision_feature_layer=-2, vision_feature_select_strategy="default")
     size = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}
     return config, hf.LlavaProcessor(
-        hf.CLIPImageProcessorPil(**size), tokenizer("<image>"), patch_size=8, num_additional_image_tokens=1,
+        by_pillow("CLIPImageProcessor")(**size), tokenizer("<image>"), patch_size=8, num_additional_image_tokens=1,
         vision_feature_select_strategy="default")
 
 
@@ -68,21 +71,21 @@ def _gemma3(ids: Mapping[str, int], text: dict[str, Any]) -> tuple[Any, Any]:
         vision_config=hf.SiglipVisionConfig(**_SIGHT, vision_use_head=False), mm_tokens_per_image=16,
         image_token_index=ids["<image_soft_token>"],
         boi_token_index=ids["<start_of_image>"], eoi_token_index=ids["<end_of_image>"])
-    return config, hf.Gemma3Processor(hf.Gemma3ImageProcessorPil(size={"height": 32, "width": 32}),
+    return config, hf.Gemma3Processor(by_pillow("Gemma3ImageProcessor")(size={"height": 32, "width": 32}),
                                       tokenizer("<start_of_image>", "<image_soft_token>"), image_seq_length=16)
 
 
 def _idefics3(ids: Mapping[str, int], text: dict[str, Any]) -> tuple[Any, Any]:
     config = hf.Idefics3Config(text_config=hf.LlamaConfig(**text).to_dict(), vision_config=_SIGHT,
                                image_token_id=ids["<image>"], scale_factor=2, pad_token_id=ids["<pad>"])
-    pictures = hf.Idefics3ImageProcessorPil(size={"longest_edge": 64}, max_image_size={"longest_edge": 32})
+    pictures = by_pillow("Idefics3ImageProcessor")(size={"longest_edge": 64}, max_image_size={"longest_edge": 32})
     return config, hf.Idefics3Processor(pictures, tokenizer("<image>"), image_seq_len=4)
 
 
 def _smolvlm(ids: Mapping[str, int], text: dict[str, Any]) -> tuple[Any, Any]:
     config = hf.SmolVLMConfig(text_config=hf.LlamaConfig(**text).to_dict(), vision_config=_SIGHT,
                               image_token_id=ids["<image>"], scale_factor=2, pad_token_id=ids["<pad>"])
-    pictures = hf.Idefics3ImageProcessorPil(size={"longest_edge": 64}, max_image_size={"longest_edge": 32})
+    pictures = by_pillow("Idefics3ImageProcessor")(size={"longest_edge": 64}, max_image_size={"longest_edge": 32})
     return config, hf.Idefics3Processor(pictures, tokenizer("<image>"), image_seq_len=4)
 
 
@@ -104,7 +107,7 @@ def _qwen(ids: Mapping[str, int], text: dict[str, Any], kind: str) -> tuple[Any,
             **patches, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64, "num_position_embeddings": 16,
             "deepstack_visual_indexes": [0, 1]})
     size = {"shortest_edge": 256, "longest_edge": 4096}
-    pictures = hf.Qwen2VLImageProcessorPil(patch_size=8, merge_size=2, size=size)
+    pictures = by_pillow("Qwen2VLImageProcessor")(patch_size=8, merge_size=2, size=size)
     return config, Patched(pictures, tokenizer("<|vision_start|><|image_pad|><|vision_end|>", "<|image_pad|>"))
 
 
@@ -124,7 +127,8 @@ class Patched:
             told = told.replace(pad, "<pad>" * (time * rows * columns // 4), 1)
         found = self.tokenizer([told.replace("<pad>", pad)], **how)
         types = (found["input_ids"] == self.tokenizer.convert_tokens_to_ids(pad)).int()
-        return hf.BatchFeature({**found, **seen, "mm_token_type_ids": types})
+        kinds = {"mm_token_type_ids": types} if "mm_token_type_ids" in _READ else {}  # not by transformers 5.0
+        return hf.BatchFeature({**found, **seen, **kinds})
 
 
 Makers = Mapping[str, Callable[[Mapping[str, int], dict[str, Any]], tuple[Any, Any]]]
@@ -134,7 +138,7 @@ def _mistral3(ids: Mapping[str, int], text: dict[str, Any]) -> tuple[Any, Any]:
     config = hf.Mistral3Config(
         text_config=hf.MistralConfig(**text, head_dim=16), image_token_index=ids["[IMG]"], vision_feature_layer=-1,
         vision_config=hf.PixtralVisionConfig(**{**_SIGHT, "num_hidden_layers": 4}, head_dim=8), spatial_merge_size=2)
-    pictures = hf.PixtralImageProcessorPil(size={"longest_edge": 32}, patch_size=16)
+    pictures = by_pillow("PixtralImageProcessor")(size={"longest_edge": 32}, patch_size=16)
     return config, Expanded(pictures, "[IMG]", _rows)
 
 
@@ -142,7 +146,7 @@ def _internvl(ids: Mapping[str, int], text: dict[str, Any]) -> tuple[Any, Any]:
     sight = {**_SIGHT, "num_hidden_layers": 4, "image_size": (32, 32), "patch_size": (8, 8), "attention_bias": True}
     config = hf.InternVLConfig(text_config=hf.Qwen2Config(**text), vision_config=hf.InternVLVisionConfig(**sight),
                                image_token_id=ids["<IMG_CONTEXT>"])
-    pictures = hf.GotOcr2ImageProcessorPil(
+    pictures = by_pillow("GotOcr2ImageProcessor")(
         size={"height": 32, "width": 32}, crop_to_patches=True, min_patches=1, max_patches=4)
     return config, Expanded(pictures, "<IMG_CONTEXT>", _crops)
 

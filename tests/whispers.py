@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, WhisperConfig, WhisperForConditionalGeneration
 
-from shoal.speech.audio import RATE
+from shoal.audio import RATE
 
 BINS, FRAMES, LAYERS, VOCAB = 8, 3000, 3, 1800
 SPECIAL = ("<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|translate|>", "<|transcribe|>", "<|startoflm|>",

@@ -101,7 +101,7 @@ def of_shoal(args: argparse.Namespace, how: str) -> Hear:
     import torch
 
     import shoal
-    from shoal.speech.audio import Audio
+    from shoal.audio import Audio
     from shoal.speech.transcribe import Transcriber, Wish
 
     torch.set_num_threads(args.threads)
@@ -135,7 +135,7 @@ def of_transformers(args: argparse.Namespace, how: str) -> Hear:
     import torch
     from transformers import WhisperForConditionalGeneration, WhisperProcessor
 
-    from shoal.speech.audio import RATE, Audio
+    from shoal.audio import RATE, Audio
 
     torch.set_num_threads(args.threads)
     processor = WhisperProcessor.from_pretrained(args.model)

@@ -23,7 +23,7 @@ def task(fields: dict[str, Any], defaults: dict[str, Any] | None = None, number:
 
 def reader(tokenizer: Any) -> Any:
     """What lines need of an engine."""
-    return SimpleNamespace(tokenizer=tokenizer, vision=None, model_name="", blind="")
+    return SimpleNamespace(tokenizer=tokenizer, vision=None, hearing=None, model_name="", blind="")
 
 
 def test_blank_lines_count_but_ask_for_nothing(tmp_path: Path) -> None:

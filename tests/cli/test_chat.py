@@ -130,7 +130,7 @@ def test_slips_end_no_talk(say: Any, answers: Any, tmp_path: Path) -> None:
                    f"/load {tmp_path / 'none'}", "one")
     assert out == f"{answers('one')[0]}\n"
     assert [next(part for part in parts if part in line) for line, parts in zip(err, [
-        ["there is no /foo; there are /exit, /file"], ["d4"], ["99"], ["/save needs the name of a file"],
+        ["there is no /foo; there are /audio, /exit, /file"], ["d4"], ["99"], ["/save needs the name of a file"],
         ["/load needs the name of a file"], ["holds no messages"], ["cannot read"],
     ], strict=True)]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from chat_tokenizer import chat_tokenizer
 from drive import prompt
 from eagle_part import eagle_part
 from families import tiny
+from folders import lasting
 from shoal.engine.engine import Engine
 from shoal.engine.loading.load import engine_for
 from shoal.engine.scheduling.scheduler import Scheduler
@@ -31,7 +31,7 @@ def engine(backend: str) -> Engine:
     made = engine_for(model, chat_tokenizer(), backend="hf" if backend == "hf" else "packed")
     assert isinstance(made.runner, NativeRunner) == (backend == "kernels")
     for seed, name in enumerate(("one", "two"), start=1):
-        made.add_adapter(write_peft(Path(tempfile.mkdtemp()), drawn(tiny("llama"), seed=seed)), name)
+        made.add_adapter(write_peft(lasting("adapters"), drawn(tiny("llama"), seed=seed)), name)
     return made
 
 

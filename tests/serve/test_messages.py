@@ -117,7 +117,8 @@ def test_what_clients_replay(
     "message",
     [
         {"role": "user"}, {"role": "user", "content": None}, {"role": "user", "content": []}, {"role": "system"},
-        {"role": "user", "content": {"type": "file", "file": {"file_id": "x"}}}, {"role": "user", "content": [5]},
+        {"role": "user", "content": {"type": "image_url"}}, {"role": "user", "content": {"type": "input_audio"}},
+        {"role": "user", "content": [5]},
         {"role": "user", "content": "a", "tool_calls": [1]}, {"role": "tool", "content": "x"},
         {"role": "assistant", "tool_calls": "x"}, {"role": "assistant", "function_call": "x"},
         {"role": "assistant", "content": [{"type": "thinking", "thinking": 5}]},

@@ -122,7 +122,7 @@ def test_every_field_of_the_client_is_in_the_table_and_does_what_it_says(server:
     [
         ({"input": None}, "input must be"), ({"input": []}, "input must be"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "of type 'item_reference'"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "no text"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "without image_url"),
         ({"text": 3}, "text must be an object"), ({"tools": [{"type": "web_search"}]}, "tools.0 must be"),
         *(({"tools": value}, "must be a list of functions") for value in (3, 0.5, True, "a", {"type": "function"})),
         ({"max_output_tokens": 0}, "max_completion_tokens"), ({"model": "other"}, "no model"),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from shared_models import data_path
-from shoal.speech.audio import RATE, Audio, Samples, Window
+from shoal.audio import RATE, Audio, Samples, Window
 from whispers import tone, wav
 
 av = pytest.importorskip("av")

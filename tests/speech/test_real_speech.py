@@ -13,8 +13,8 @@ import torch
 import shoal
 from real_models import real_model
 from shared_models import data_path
+from shoal.audio import RATE, Audio, Samples
 from shoal.engine.engine import Engine
-from shoal.speech.audio import RATE, Audio, Samples
 from shoal.speech.transcribe import Segment, Transcriber, Wish
 
 pytest.importorskip("av")

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import shoal
+from shoal.audio import RATE, Samples
 from shoal.engine.engine import Engine
-from shoal.speech.audio import RATE, Samples
 from shoal.speech.listening import SECONDS
 from shoal.speech.transcribe import FALLBACK, Transcriber, Wish
 from whispers import tokenizer, tone, whisper, write

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +12,7 @@ import shoal.speculative.state_drafter as state_drafter
 import shoal_lab.drafts.masked as masked
 from exactness import chi_square
 from families import tiny
+from folders import lasting
 from sampled_law import VOCABULARY, draft, probs, samples, target
 from shoal_lab.methods.deer import DEER
 from shoal_lab.methods.medusa import Medusa
@@ -36,14 +35,14 @@ def canvas() -> Any:
 @functools.cache
 def heads(name: str) -> str:
     """Medusa's heads for the target, as another tool writes them."""
-    return str(write_for(Path(tempfile.mkdtemp(prefix="shoal-law-")), name, VOCABULARY))
+    return str(write_for(lasting("law"), name, VOCABULARY))
 
 
 @functools.cache
 def trained(kind: str) -> str:
     """A random component of a kind for the target, as it is trained here."""
     module = {"medusa": lambda: medusa(target(), (0, 1, 3, 4)), "ppd": lambda: ppd(target())}[kind]()
-    folder = Path(tempfile.mkdtemp(prefix="shoal-law-"))
+    folder = lasting("law")
     written(module, target(), folder)
     return str(folder)
 

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shoal.engine.chats import read_chat
 from shoal.engine.constraints.constraint import GUIDED, guided
 from shoal.engine.loaded import LoadedModel
 from shoal.engine.messages import opening, plain
-from shoal.engine.pictures import read_chat
 from shoal.engine.request import Options
 from shoal.errors import unknown
 from shoal.model.layers.pictures import Pictures

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli.console.files import attached, picture, place, with_pictures
+from shoal.cli.console.files import attached, picture, place, sound, with_shown
 from shoal.cli.console.lines import Lines
 from shoal.cli.options import bring, common, tool_servers
 from shoal.cli.options.parser import Parser
@@ -49,6 +49,7 @@ ABOUT = {
     "/reset": "start a new conversation",
     "/save PATH": "write the conversation as JSON",
     "/load PATH": "continue a saved conversation, or any list of messages",
+    "/audio PATH": "add a sound to the next message, where the model hears",
     "/image PATH": "add a picture to the next message, where the model sees; alone: list what is added",
     "/help": "show this",
     "/exit": "end the chat, as Ctrl-D does",
@@ -121,7 +122,7 @@ class Talk:
         self._session = engine.session(system=args.system, **common.sampling(args, engine))
         self._answers: list[Stats] = []
         self._files: list[str] = []
-        self._pictures: dict[str, str] = {}
+        self._shown: dict[str, str] = {}
         self._figures = args.stats and not args.quiet
         self._tools: ToolUse | None = None
 
@@ -139,9 +140,9 @@ class Talk:
         if word in ("/exit", "/quit", "/bye"):
             return False
         orders: dict[str, Callable[[str], None]] = {
-            "/file": self.file, "/help": lambda _: print(help_text()), "/image": self.image, "/load": self.load,
-            "/method": self.method, "/model": self.model, "/reset": lambda _: self.reset(), "/save": self.save,
-            "/stats": self.stats, "/system": self.system, "/tools": lambda _: self.tools(),
+            "/audio": self.audio, "/file": self.file, "/help": lambda _: print(help_text()), "/image": self.image,
+            "/load": self.load, "/method": self.method, "/model": self.model, "/reset": lambda _: self.reset(),
+            "/save": self.save, "/stats": self.stats, "/system": self.system, "/tools": lambda _: self.tools(),
         }
         if word not in orders:
             raise ValueError(f"there is no {word}; there are {', '.join(COMMANDS)}. To send it to the model, put it "
@@ -152,7 +153,7 @@ class Talk:
     def answer(self, text: str) -> None:
         """Stream the answer to a text, and make the calls in it. An interrupt ends it; the text so far stays."""
         before = list(self._session.messages)
-        content = with_pictures(self._pictures.values(), "\n\n".join([*self._files, text]))
+        content = with_shown(self._shown.values(), "\n\n".join([*self._files, text]))
         said: list[dict[str, Any]] = [{"role": "user", "content": content}]
         try:
             for _ in range(MOST_ROUNDS):
@@ -229,16 +230,23 @@ class Talk:
         """Add a picture to the next message; without a path, say what is added."""
         if path:
             found = place("/image", path)
-            self._pictures[found.name] = picture(found, self._engine)
+            self._shown[found.name] = picture(found, self._engine)
+        self._list_added()
+
+    def audio(self, path: str) -> None:
+        """Add a sound to the next message; without a path, say what is added."""
+        if path:
+            found = place("/audio", path)
+            self._shown[found.name] = sound(found, self._engine)
         self._list_added()
 
     def _list_added(self) -> None:
-        names = ", ".join([*self._pictures, *(text.partition(":\n")[0] for text in self._files)])
+        names = ", ".join([*self._shown, *(text.partition(":\n")[0] for text in self._files)])
         print(f"with the next message: {names or 'no file'}{names and ' (/reset drops it)'}")
 
     def _forget(self) -> None:
         """Leave no file added."""
-        self._files, self._pictures = [], {}
+        self._files, self._shown = [], {}
 
     def model(self, name: str) -> None:
         """Go on with another model, if one is given, and show which one answers.
@@ -395,13 +403,13 @@ def _is_message(found: object) -> bool:
 
 
 def _are_parts(found: object) -> bool:
-    """Whether a message's content is texts and pictures, as `/save` writes them."""
+    """Whether a message's content is texts, pictures and sounds, as `/save` writes them."""
     return isinstance(found, list) and bool(found) and all(map(_is_part, found))
 
 
 def _is_part(found: object) -> bool:
-    if not isinstance(found, dict) or found.get("type") not in ("text", "image_url"):
+    if not isinstance(found, dict) or found.get("type") not in ("text", "image_url", "audio_url"):
         return False
-    shown = found.get("image_url")
-    text = found.get("text") if found["type"] == "text" else shown.get("url") if isinstance(shown, dict) else None
+    shown = found.get(found["type"])
+    text = shown if found["type"] == "text" else shown.get("url") if isinstance(shown, dict) else None
     return isinstance(text, str)

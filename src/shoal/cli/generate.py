@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli.console.files import picture, with_pictures
+from shoal.cli.console.files import picture, with_shown
 from shoal.cli.options import common
 from shoal.cli.options.parser import Parser
 from shoal.cli.terminal import add_color, held_back, printer_of, summary
@@ -108,7 +108,7 @@ def _asked(args: argparse.Namespace, engine: Engine, prompt: str) -> Any:
     if not args.image:
         return common.encode(engine, prompt, args.raw)
     urls = [picture(path, engine) for path in args.image]
-    return [{"role": "user", "content": with_pictures(urls, prompt)}]
+    return [{"role": "user", "content": with_shown(urls, prompt)}]
 
 
 def read_prompt(args: argparse.Namespace) -> str:

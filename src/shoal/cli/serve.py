@@ -94,6 +94,8 @@ def _add_limits(parser: Parser) -> None:
                        help="hosts from which pictures are fetched that chats name by http address, such as "
                        "upload.wikimedia.org, *.example.org, or * for the internet; by default none. Machines of the "
                        "own network must be listed by name")
+    group.add_argument("--max-responses", metavar="BYTES", type=int, help="most bytes of stored responses, in memory; "
+                       "0 stores none. By default 32 MiB, and 0 with --replicas")
     group.add_argument("--max-audio-seconds", metavar="S", type=float, default=4 * 3600.0, help="most seconds of sound")
     group.add_argument("--method-limit", metavar="METHOD.KNOB=N", type=_limit, action="append", default=[],
                        help="largest value that a request may give that option; repeatable")
@@ -181,7 +183,7 @@ def _parts(args: argparse.Namespace, settings: Settings) -> tuple[Scheduler, Set
     if name in engine.adapters:
         raise ValueError(f"an adapter and the model are both named {name!r}; write --lora NAME=PATH with another name")
     settings = replace(settings, model_name=name, adapters=tuple(engine.adapters),
-                       max_pictures=0 if engine.vision is None else args.max_pictures)
+                       max_pictures=args.max_pictures if engine.vision else args.max_audio if engine.hearing else 0)
     return common.make_scheduler(args, engine, max_waiting=args.max_waiting), settings
 
 
@@ -190,6 +192,7 @@ def _settings(args: argparse.Namespace) -> Settings:
     from shoal import methods
     from shoal.serve.policy import check_limits
     from shoal.serve.settings import Settings, hosts_of
+    from shoal.serve.stored import StoredResponses
 
     named = None if args.methods is None else [name for name in args.methods.split(",") if name and name != "none"]
     for name in named or ():
@@ -200,6 +203,9 @@ def _settings(args: argparse.Namespace) -> Settings:
         python_members(args.members_folder)  # refuses a path that is no folder
     limits = dict(args.method_limit)
     check_limits(limits)
+    if args.max_responses and args.replicas > 1:
+        raise ValueError("--max-responses does not go with --replicas: each process would store its own; leave it out")
+    stored = () if args.max_responses is None and args.replicas == 1 else (args.max_responses or 0,)
     environment = [key] if (key := os.environ.get("SHOAL_API_KEY")) else []
     same = {name: getattr(args, name) for name in _SETTINGS}
     return Settings(**same, keep_alive=args.connection_keep_alive,
@@ -207,4 +213,4 @@ def _settings(args: argparse.Namespace) -> Settings:
                     api_keys=(*args.api_key, *environment), timeout=args.timeout or None,
                     playground=not args.no_playground, cors_origins=tuple(args.cors_origin), limits=limits,
                     allowed_media_domains=tuple(args.allowed_media_domains),
-                    hosts=hosts_of(args.host, args.allowed_host))
+                    hosts=hosts_of(args.host, args.allowed_host), responses=StoredResponses(*stored))

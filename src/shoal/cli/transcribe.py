@@ -18,7 +18,7 @@ from shoal.cli.options import common
 from shoal.cli.options.parser import Parser
 
 if TYPE_CHECKING:
-    from shoal.speech.audio import Audio
+    from shoal.audio import Audio
     from shoal.speech.transcribe import Segment, Transcriber, Wish
 
 EXAMPLES = """examples:
@@ -89,8 +89,8 @@ def _check(files: list[Path]) -> None:
 
 def _file(args: argparse.Namespace, path: Path, transcriber: Transcriber, wish: Wish) -> dict[str, Any]:
     """Transcribe one file, print it, and return its report."""
+    from shoal.audio import RATE, Audio
     from shoal.speech import subtitles
-    from shoal.speech.audio import RATE, Audio
 
     began, found = time.perf_counter(), list[Any]()
     with ExitStack() as opened:

@@ -25,6 +25,7 @@ from shoal.depth.plan import NEVER
 from shoal.engine.cards import card as cards
 from shoal.engine.cards import fingerprint
 from shoal.engine.cards.card import Card
+from shoal.engine.chats import read_chat
 from shoal.engine.constraints.constraint import Compiler
 from shoal.engine.loading.adapters import AdapterWish, name_of
 from shoal.engine.loading.companions import DraftModels, OpenModel, TrainedTensors
@@ -34,7 +35,6 @@ from shoal.engine.loading.ranks import ALONE
 from shoal.engine.memory.amounts import shown
 from shoal.engine.memory.footprint import weight_bytes
 from shoal.engine.memory.memory_limit import MemoryLimit
-from shoal.engine.pictures import read_chat
 from shoal.engine.request import Options, Prompt, Request, is_batch, prompt_ids
 from shoal.engine.scheduling.stream import Stream
 from shoal.engine.scheduling.turns import FairTurns
@@ -43,6 +43,7 @@ from shoal.errors import OutOfMemory, Unsupported, stays_here
 from shoal.methods import make
 from shoal.methods.base import check_distances, check_order, lost_kind
 from shoal.model.encoder import Encoder
+from shoal.model.hearing import Hearing
 from shoal.model.kv.cache import KVCache
 from shoal.model.layers.pictures import Pictures
 from shoal.model.lora.adapter import FittedAdapter
@@ -97,6 +98,7 @@ class Engine:
         encoder: reads a source, for models that have one; None for others. What it returns is a request's `source`. One
             of text reads prompts of requests without a source, which are then answered from the decoder's first token.
         vision: reads pictures of chats; None for models that do not see, or that Shoal runs as text models.
+        hearing: hears sounds of chats; None likewise.
         blind: why a file beside the model does not read pictures for it; empty where none is there.
         unpacked: why transformers' modules run, where Shoal's packed layers were wanted and do not fit; "" otherwise.
     """
@@ -125,6 +127,7 @@ class Engine:
         self.adapter = ""
         self.encoder: Encoder | None = None
         self.vision: Vision | None = None
+        self.hearing: Hearing | None = None
         self.blind = ""
         self._turn: AbstractContextManager[bool] = threading.RLock()
         self._draft_models = None if open_model is None else DraftModels(self, open_model)
@@ -295,10 +298,10 @@ class Engine:
         return replace(request, method=plan.method), ids, plan.seqs
 
     def read(self, prompts: Sequence[Any], request: Request) -> tuple[Request, list[list[int]]]:
-        """Prompts as token ids, and the request with their sources: texts for an encoder, or pictures in chats.
+        """Prompts as token ids, and the request with their sources: texts for an encoder, or what chats show.
 
         Raises:
-            ValueError: a prompt is empty or too long, or a picture is refused.
+            ValueError: a prompt is empty or too long, or a picture or sound is refused.
         """
         encoder = self.encoder
         if encoder is not None and encoder.text is not None and request.source is None:
@@ -312,7 +315,7 @@ class Engine:
         return _with_sources(request, pictures) if any(pictures) else request, ids
 
     def _read(self, prompt: Any) -> tuple[Any, Pictures | None]:
-        """A prompt; of a chat with pictures its ids, and these."""
+        """A prompt; of a chat with pictures or sounds its ids, and these."""
         chat = isinstance(prompt, Sequence) and prompt and all(isinstance(one, Mapping) for one in prompt)
         return read_chat(self, prompt) if chat else (prompt, None)
 
@@ -366,7 +369,8 @@ class Engine:
         seed, adapter = self.ranks.agree(request.seed), self.fitted_adapter(request.adapter)
         rules = request.rules(self.eos_token_ids, self.runner.max_positions)
         stops = [StopState(rules, self.tokenizer, tokens) for tokens in ids]
-        sources = request.sources(ids, self.encoder is not None, self.vision is not None)
+        beside = self.vision is not None or self.hearing is not None
+        sources = request.sources(ids, self.encoder is not None, beside)
         forbid = request.forbids(rules, self.tokenizer, self.runner.vocab_size)
         asked = zip(ids, stops, sources, request.constraints(len(ids)), strict=True)
         seqs = []

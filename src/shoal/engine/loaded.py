@@ -10,6 +10,7 @@ from shoal.decode.recipe import Recipe
 from shoal.decode.running_sequence import RunningSequence
 from shoal.engine.request import Request
 from shoal.model.encoder import Encoder
+from shoal.model.hearing import Hearing
 from shoal.model.kv.cache import KVCache
 from shoal.model.runner import ModelRunner
 from shoal.model.vision import Vision
@@ -25,6 +26,7 @@ class LoadedModel(Protocol):
     model_name: str
     encoder: Encoder | None
     vision: Vision | None
+    hearing: Hearing | None
     blind: str
     family: str
 

@@ -17,9 +17,11 @@ _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant"
           "function": "tool"}
 _CALLS = ("tool_calls", "function_call")
 _SAID = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-_PICTURES = ("image_url", "input_image", "image")
+_PICTURES, _SOUNDS = ("image_url", "input_image", "image"), ("input_audio", "audio_url")
+_BARE = {"image_url": "image", "audio_url": "audio"}
+"""The types of parts that hold them, and of what stands for these in templates."""
 _SHOWS = ("user", "tool", "function")
-"""Whose messages may hold pictures."""
+"""Whose messages may hold pictures and sounds."""
 _THOUGHT = {"thinking": "thinking", "reasoning": "text"}
 """Types of parts, and the key under which each has its text."""
 _REASONING = "reasoning_content"
@@ -76,19 +78,19 @@ class _Spoken:
         return {**made, **({"tool_calls": calls} if calls else {}), **thought}
 
     def _content(self, role: str, given: Mapping[str, Any]) -> str | list[Message]:
-        """Text; a list of its parts where pictures are among them."""
+        """Text; a list of its parts where pictures or sounds are among them."""
         content = given.get("content")
         if content in (None, []) and role in ("assistant", "tool", "function"):
             return ""
         parts = content if isinstance(content, list) and content else [content]
-        shown = [isinstance(part, Mapping) and part.get("type") in _PICTURES for part in parts]
-        if not any(shown):
+        kinds = [part.get("type") if isinstance(part, Mapping) else None for part in parts]
+        if not any(kind in (*_PICTURES, *_SOUNDS) for kind in kinds):
             return "".join(map(self._text, parts))
         if role not in _SHOWS:
-            raise BadMessage(self._where, f".content holds a picture, and its role is {role!r}; it must be one of "
-                             f"{', '.join(_SHOWS)}")
-        return [self._picture(part) if picture else {"type": "text", "text": self._text(part)}
-                for part, picture in zip(parts, shown, strict=True)]
+            raise BadMessage(self._where, f".content holds a picture or sound, and its role is {role!r}; it must be "
+                             f"one of {', '.join(_SHOWS)}")
+        return [self._picture(part) if kind in _PICTURES else self._sound(part) if kind in _SOUNDS else
+                {"type": "text", "text": self._text(part)} for part, kind in zip(parts, kinds, strict=True)]
 
     def _picture(self, part: Mapping[str, Any]) -> Message:
         """A picture's part in OpenAI's form of chats."""
@@ -96,10 +98,25 @@ class _Spoken:
         url = given.get("url") if isinstance(given, Mapping) else given
         if not isinstance(url, str):
             raise BadMessage(self._where, ".content holds a picture without image_url; give a data URL")
-        others = {*part, *(given if isinstance(given, Mapping) else ())}
-        for name in sorted(others - {"type", "image_url", "url", "image"}):
-            self._ignored[f"messages.content.{name}"] = None
+        self._ignore({*part, *(given if isinstance(given, Mapping) else ())} - {"type", "image_url", "url", "image"})
         return {"type": "image_url", "image_url": {"url": url}}
+
+    def _sound(self, part: Mapping[str, Any]) -> Message:
+        """A sound's part in vLLM's form of chats; a file says itself in which format it is."""
+        kind = part["type"]
+        given = part.get(kind)
+        fields = given if isinstance(given, Mapping) else {"url" if kind == "audio_url" else "data": given}
+        found = fields.get("url" if kind == "audio_url" else "data")
+        if not isinstance(found, str):
+            raise BadMessage(self._where, ".content holds a sound without input_audio.data, a file in base64, or "
+                             "audio_url, a data URL")
+        self._ignore({*part, *fields} - {"type", kind, "url" if kind == "audio_url" else "data", "format"})
+        url = found if kind == "audio_url" else f"data:audio/{fields.get('format') or 'wav'};base64,{found}"
+        return {"type": "audio_url", "audio_url": {"url": url}}
+
+    def _ignore(self, names: set[str]) -> None:
+        for name in sorted(names):
+            self._ignored[f"messages.content.{name}"] = None
 
     def _text(self, part: Any) -> str:
         """The text of a part; what an assistant thought is kept apart."""
@@ -111,8 +128,7 @@ class _Spoken:
         key = _SAID.get(kind) or _THOUGHT.get(kind) if isinstance(kind, str) else None
         if key is None or (text := self._inner(part.get(key))) is None:
             raise BadMessage(self._where, ".content holds a part that is no text; the model reads text only")
-        for name in sorted(part.keys() - {"type", key, "annotations", "logprobs"}):
-            self._ignored[f"messages.content.{name}"] = None
+        self._ignore(part.keys() - {"type", key, "annotations", "logprobs"})
         if kind in _SAID:
             return text
         self._thought.append(text)
@@ -172,17 +188,17 @@ class _Spoken:
         return {}
 
 
-def shown_in(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[str]]:
-    """Messages whose pictures are bare parts, as templates take them, and the pictures' URLs in their order."""
-    told, urls = list[Mapping[str, Any]](), list[str]()
+def shown_in(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[tuple[str, str]]]:
+    """Messages whose pictures and sounds are bare parts, as templates take them, and their types and URLs in order."""
+    told, shown = list[Mapping[str, Any]](), list[tuple[str, str]]()
     for message in messages:
         content = message.get("content")
         if isinstance(content, list):
-            urls += [part["image_url"]["url"] for part in content if part["type"] == "image_url"]
-            parts = [part if part["type"] == "text" else {"type": "image"} for part in content]
+            shown += [(_BARE[part["type"]], part[part["type"]]["url"]) for part in content if part["type"] in _BARE]
+            parts = [part if part["type"] == "text" else {"type": _BARE.get(part["type"], "image")} for part in content]
             message = {**message, "content": parts}
         told.append(message)
-    return told, urls
+    return told, shown
 
 
 def chat_text(messages: Sequence[Mapping[str, Any]], render: Callable[..., str], /, **options: Any) -> str:

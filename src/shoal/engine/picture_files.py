@@ -6,9 +6,7 @@ Pillow reads them. A file's size in pixels is known from its header, before anyt
 from __future__ import annotations
 
 import base64
-import binascii
 import io
-import reprlib
 import warnings
 from collections.abc import Sequence
 from types import ModuleType
@@ -30,28 +28,6 @@ def _pillow() -> ModuleType:
     except ImportError:
         raise Unsupported("a picture", "Pillow, which reads it, is not installed", _INSTALL) from None
     return Image
-
-
-def bytes_of(url: str) -> bytes:
-    """What a data URL holds.
-
-    Raises:
-        ValueError: it is none, or damaged.
-        Unsupported: it is an address from which the picture would have to be fetched.
-    """
-    head, comma, body = url.partition(",")
-    if not head.startswith("data:"):
-        scheme = url.partition(":")[0]
-        raise Unsupported(f"a picture at {reprlib.repr(scheme)}:", "Shoal fetches nothing that a request names",
-                          "Send it as a data URL, such as data:image/png;base64,...")
-    if not comma or not head.endswith(";base64"):
-        raise ValueError("a picture's data URL must be data:image/...;base64, and the file in base64")
-    if len(body) > MOST_BYTES * 4 // 3 + 4:
-        raise ValueError(f"a picture has more than {MOST_BYTES >> 20} MiB, the most that is read; send a smaller one")
-    try:
-        return base64.b64decode("".join(body.split()), validate=True)
-    except (binascii.Error, ValueError):
-        raise ValueError("a picture's data URL is no valid base64") from None
 
 
 def all_decoded(files: Sequence[bytes]) -> list[Any]:

@@ -85,13 +85,19 @@ def _by_rows(inputs: Mapping[str, Any], processor: Any, prepared: PreprocessorCo
 _LAYOUTS = {"same": _same, "tiles": _tiled, "crops": _cropped, "rows": _by_rows}
 
 
-def processor_of(prepared: PreprocessorConfig, tokenizer: Any) -> Written:
-    """What prepares pictures as a GGUF file says; Unsupported where transformers lacks it."""
+def by_pillow(name: str) -> Any:
+    """Transformers' image processor that needs no torchvision; Unsupported where it has none of that name."""
     import transformers
 
-    kind = getattr(transformers, prepared.image_processor, None)
-    if kind is None:
-        raise Unsupported("pictures for this model", f"transformers has no {prepared.image_processor}", "Update it")
+    found = getattr(transformers, f"{name}Pil", None) or getattr(transformers, name, None)  # as in transformers 5.0
+    if found is None:
+        raise Unsupported("pictures for this model", f"transformers has no {name}", "Update it")
+    return found
+
+
+def processor_of(prepared: PreprocessorConfig, tokenizer: Any) -> Written:
+    """What prepares pictures as a GGUF file says; Unsupported where transformers lacks it."""
+    kind = by_pillow(prepared.image_processor)
     layout: Layout = (partial(patches, token=prepared.token) if prepared.layout == "patches"
                       else partial(_LAYOUTS[prepared.layout], prepared=prepared))
     with told_by_transformers("what the mmproj file says of pictures"):

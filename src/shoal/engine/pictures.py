@@ -1,85 +1,68 @@
-"""Chats with pictures: to the token ids of a prompt, and what stands at the pictures' tokens."""
+"""Pictures of a conversation: to the tokens of a prompt, and to what an encoder reads."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
+from shoal.engine.data_urls import bytes_of
 from shoal.engine.loaded import LoadedModel
-from shoal.engine.messages import chat_text, shown_in
-from shoal.engine.picture_files import all_decoded, bytes_of
+from shoal.engine.picture_files import MOST_BYTES, all_decoded
 from shoal.engine.picture_processors import Written, patches, processor_of
-from shoal.engine.request import chat_ids, prompt_ids
-from shoal.errors import Unsupported, check_text, told_by_transformers
-from shoal.model.layers.pictures import Picture, Pictures
+from shoal.errors import Unsupported, told_by_transformers
 from shoal.model.vision import Vision
-from shoal.sandbox.template import rendered
 
-MOST = 64
-"""Pictures of a conversation."""
 _REPEATS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 _IDS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 
 
-def read_chat(
-    engine: LoadedModel, messages: Sequence[Mapping[str, Any]], /, *, look: bool = True, **options: Any
-) -> tuple[list[int], Pictures | None]:
-    """Token ids of a conversation, and its pictures, if it has any.
+class ShownPictures:
+    """The pictures of a conversation, decoded.
 
-    Args:
-        messages: as templates take them; pictures are parts of type `image_url` with a data URL.
-        look: whether the pictures are read, and not only their tokens counted.
-        **options: see `shoal.engine.request.chat_ids`.
-
-    Raises:
-        ValueError: the template refuses the messages, a picture is damaged or too large, or there are too many.
-        Unsupported: the model reads no pictures, or they cannot be prepared here.
+    Attributes:
+        known_by: a word in templates that know of pictures.
+        chat_template: for a tokenizer without one; None for none.
     """
-    told, urls = shown_in(messages)
-    if not urls:
-        return chat_ids(messages, engine.tokenizer, **options), None
-    vision, specials = engine.vision, bool(options.pop("add_special_tokens", False))
-    if vision is None:
-        raise blind(engine)
-    if len(urls) > MOST:
-        raise ValueError(f"the conversation has {len(urls)} pictures; it may have {MOST}")
-    images = all_decoded([*map(bytes_of, urls)])
-    place = vision.place
-    prepare = _processor(place) if isinstance(place, str) else processor_of(place, engine.tokenizer)
-    text = _text(told, engine.tokenizer, prepare, options)
-    with told_by_transformers("the model's processor of pictures"):
-        made = prepare(text=[text], images=[images], add_special_tokens=specials, return_tensors="pt")
-    ids: list[int] = made["input_ids"][0].tolist()
-    if not look:
-        return ids, None
-    prompt_ids(ids, engine.tokenizer, engine.runner.vocab_size, engine.runner.max_positions)  # refused before the work
-    with told_by_transformers("the model's processor of pictures"):
-        inputs = [_prepared(prepare, image) for image in images]
-    return ids, Pictures(tuple(_see(engine, vision, one) for one in inputs), vision.token, vision.mutual)
+
+    known_by = "type"
+
+    def __init__(self, vision: Vision, tokenizer: Any, urls: Sequence[str]) -> None:
+        self._images = all_decoded([bytes_of(url, "picture", "image/png", MOST_BYTES) for url in urls])
+        place = vision.place
+        self._prepare = _processor(place) if isinstance(place, str) else processor_of(place, tokenizer)
+        self.chat_template: str | None = getattr(self._prepare, "chat_template", None)
+
+    def mark(self, number: int) -> str:
+        """What stands for a picture in a text that the processor reads."""
+        return str(getattr(self._prepare, "boi_token", None) or self._prepare.image_token)
+
+    def ids(self, text: str, specials: bool) -> list[int]:
+        """Token ids of a text with marks, each of which becomes a picture's tokens."""
+        with told_by_transformers("the model's processor of pictures"):
+            made = self._prepare(text=[text], images=[self._images], add_special_tokens=specials, return_tensors="pt")
+        found: list[int] = made["input_ids"][0].tolist()
+        return found
+
+    def inputs(self) -> list[Mapping[str, Any]]:
+        """What the encoder reads of each picture alone, so that it does not depend on those beside it."""
+        with told_by_transformers("the model's processor of pictures"):
+            made = [self._prepared(image) for image in self._images]
+        return [{key: one for key, one in found.items() if key not in _IDS and hasattr(one, "shape")} for found in made]
+
+    def _prepared(self, image: Any) -> Mapping[str, Any]:
+        if isinstance(self._prepare, Written):
+            found: Mapping[str, Any] = self._prepare.image_processor(images=[image], return_tensors="pt")
+        else:  # which has options of its own for its processor of pictures
+            found = self._prepare(text=[self.mark(0)], images=[[image]], return_tensors="pt")
+        return found
 
 
 def blind(engine: LoadedModel) -> Unsupported:
     """What to raise for a picture where the model reads none."""
     return Unsupported(f"a picture for {engine.model_name or 'this model'}",
-                       engine.blind or "Shoal reads text alone with it",
+                       engine.blind or ("it hears" if engine.hearing else "Shoal reads text alone with it"),
                        "Leave pictures out, or use a model that sees, such as LLaVA")
-
-
-def _prepared(prepare: Any, image: Any) -> Mapping[str, Any]:
-    """What the encoder reads of a picture alone, so that it does not depend on those beside it."""
-    if isinstance(prepare, Written):
-        found: Mapping[str, Any] = prepare.image_processor(images=[image], return_tensors="pt")
-    else:  # which has options of its own for its processor of pictures
-        found = prepare(text=[_token(prepare)], images=[[image]], return_tensors="pt")
-    return found
-
-
-def _see(engine: LoadedModel, vision: Vision, inputs: Mapping[str, Any]) -> Picture:
-    given = {key: one for key, one in inputs.items() if key not in _IDS and hasattr(one, "shape")}
-    with engine.turn():  # as a forward, the encoder takes every core
-        return vision(given)
 
 
 @cache
@@ -97,36 +80,3 @@ def _processor(place: str) -> Any:
         why = " ".join(str(error).split())[:300]
         raise Unsupported("pictures for this model", f"its processor cannot be made: {why}",
                           "Install what it names, or fetch the model's preprocessor_config.json") from None
-
-
-def _text(messages: Sequence[Mapping[str, Any]], tokenizer: Any, prepare: Any, options: Mapping[str, Any]) -> str:
-    """The text of a conversation, with the processor's token where a picture stands."""
-    if not getattr(tokenizer, "chat_template", None):
-        tokenizer = copy.copy(tokenizer)  # which may be the caller's
-        tokenizer.chat_template = getattr(prepare, "chat_template", None)
-    template = str(tokenizer.chat_template or "")
-    if not template:
-        raise ValueError("a prompt of messages needs a chat template, and this model has none")
-    form = _parts if "type" in template else partial(_joined, token=_token(prepare))
-    text = chat_text(messages, lambda told, **how: rendered(tokenizer, [*map(form, told)], **how), **options)
-    check_text(text, "the conversation")
-    return text
-
-
-def _token(prepare: Any) -> str:
-    """What stands for a picture in a text that the processor reads."""
-    return str(getattr(prepare, "boi_token", None) or prepare.image_token)
-
-
-def _parts(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message whose content is a list of parts, as templates of models that see take it."""
-    content = message.get("content")
-    return {**message, "content": content if isinstance(content, list) else [{"type": "text", "text": content or ""}]}
-
-
-def _joined(message: Mapping[str, Any], token: str) -> dict[str, Any]:
-    """A message whose content is text, with `token` for each picture."""
-    content = message.get("content")
-    if not isinstance(content, list):
-        return dict(message)
-    return {**message, "content": "".join(part["text"] if part["type"] == "text" else token for part in content)}

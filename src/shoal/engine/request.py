@@ -170,27 +170,27 @@ class Request:
         return found
 
     def sources(
-        self, prompts: Sequence[Sequence[int]], wanted: bool, sees: bool
+        self, prompts: Sequence[Sequence[int]], wanted: bool, beside: bool
     ) -> Sequence[Encoded | Pictures | None]:
-        """The source of each prompt; pictures at their places in it.
+        """The source of each prompt; pictures and sounds at their places in it.
 
         Args:
             wanted: whether the model has an encoder of sources.
-            sees: whether it has one of pictures.
+            beside: whether it has one of pictures or sounds.
 
         Raises:
-            ValueError: there is none, a list has more or fewer than `prompts`, or pictures do not fit a prompt.
+            ValueError: there is none, a list has more or fewer than `prompts`, or pictures or sounds do not fit.
             Unsupported: the model reads none.
         """
         found = self.source if isinstance(self.source, tuple) else (self.source,) * len(prompts)
-        if not wanted and not sees and self.source is not None:
+        if not wanted and not beside and self.source is not None:
             raise Unsupported("a source for a model without an encoder", "it reads text alone", "Leave source out")
         if len(found) != len(prompts):
             raise ValueError(f"source is a list of {len(found)} for {len(prompts)} prompts; give one for each")
         if wanted and not all(isinstance(one, Encoded) for one in found):
             raise ValueError("the model has an encoder and reads a source; give source=engine.encoder(inputs)")
-        if sees and not all(one is None or isinstance(one, Pictures) for one in found):
-            raise ValueError("the source is no pictures; give a chat with pictures as the prompt, and no source")
+        if beside and not all(one is None or isinstance(one, Pictures) for one in found):
+            raise ValueError("the source is no pictures or sounds; give a chat with them as the prompt, and no source")
         return [one.laid(ids) if isinstance(one, Pictures) else one for one, ids in zip(found, prompts, strict=True)]
 
     def rules(self, eos: frozenset[int], max_length: int | None) -> StopRules:
@@ -292,7 +292,7 @@ def chat_ids(messages: Messages, tokenizer: Any, /, *, add_special_tokens: bool 
         raise ValueError("a prompt of messages needs a tokenizer with a chat template, and this model has none; give "
                          "text, or set tokenizer.chat_template")
     if shown_in(messages)[1]:
-        raise Unsupported("a picture here", "only text is read", "Send it in a chat")
+        raise Unsupported("a picture or sound here", "only text is read", "Send it in a chat")
     text = chat_text(messages, partial(rendered, tokenizer), **options)
     check_text(text, "the conversation")
     return list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])

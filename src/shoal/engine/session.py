@@ -14,9 +14,9 @@ from typing_extensions import Unpack, override
 
 from shoal.decode.prefixes import common
 from shoal.decode.running_sequence import RunningSequence
+from shoal.engine.chats import read_chat
 from shoal.engine.loaded import LoadedModel
 from shoal.engine.messages import Message
-from shoal.engine.pictures import read_chat
 from shoal.engine.request import Options, Request, prompt_ids
 from shoal.engine.scheduling.stream import Stream
 from shoal.errors import Unsupported

@@ -19,10 +19,10 @@ from starlette.middleware.cors import CORSMiddleware
 from shoal import __version__
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.serve import docs_page
-from shoal.serve.errors import LOG, ApiError, failed, hears, no_chat, no_model
+from shoal.serve.errors import LOG, ApiError, failed, hears, no_chat, no_model, refused
 from shoal.serve.handler import RequestHandler
 from shoal.serve.metrics import Metrics
-from shoal.serve.middleware import LOCAL, Gate
+from shoal.serve.middleware import KEY, LOCAL, Gate
 from shoal.serve.ollama import OllamaRoutes
 from shoal.serve.playground import Playground, page_file, page_files
 from shoal.serve.protocol.bodies import ChatBody, CompletionBody, PlanBody, ToolCallBody, read, validated
@@ -35,6 +35,7 @@ from shoal.serve.protocol.tokens import DetokenizeBody, TokenizeBody, TokenRoute
 from shoal.serve.protocol.vectors import EmbedBody, EmbeddingBody, RerankBody
 from shoal.serve.settings import Settings
 from shoal.serve.speech import SpeechBody, SpeechRoutes
+from shoal.serve.stored import StoredResponses, page_of
 from shoal.serve.vectors import VectorRoutes
 
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
@@ -82,8 +83,8 @@ def base_app(settings: Settings, lifespan: Callable[[FastAPI], AbstractAsyncCont
     app = FastAPI(title="Shoal", version=__version__, docs_url=None, redoc_url=None, lifespan=living)
     app.add_middleware(Gate, settings=settings)
     app.add_middleware(  # outside the gate, as a browser's preflight request carries no key
-        CORSMiddleware, allow_origins=settings.cors_origins, allow_origin_regex=LOCAL, allow_methods=["GET", "POST"],
-        allow_headers=["*"], expose_headers=["x-request-id", IGNORED],
+        CORSMiddleware, allow_origins=settings.cors_origins, allow_origin_regex=LOCAL,
+        allow_methods=["GET", "POST", "DELETE"], allow_headers=["*"], expose_headers=["x-request-id", IGNORED],
     )
     for kind in (ApiError, HTTPException, RecursionError, Exception):
         app.add_exception_handler(kind, _error)
@@ -95,6 +96,7 @@ def base_app(settings: Settings, lifespan: Callable[[FastAPI], AbstractAsyncCont
         """The package's version."""
         return {"version": __version__}
 
+    _add_stored(app, settings.responses)
     return app
 
 
@@ -191,6 +193,32 @@ def model_card(name: str, made: int, most: int | None, max_tokens: int) -> dict[
     return {"id": name, "object": "model", "created": made, "owned_by": "shoal", "max_model_len": most,
             "type": "model", "display_name": name, "lifecycle": "active", "max_input_tokens": most,
             "created_at": datetime.fromtimestamp(made, timezone.utc).isoformat(), "max_tokens": max_tokens}
+
+
+def _add_stored(app: FastAPI, stored: StoredResponses) -> None:
+    @app.get("/v1/responses/{name}")
+    async def response(request: Request, name: str) -> dict[str, Any]:
+        """A stored response."""
+        if request.query_params.get("stream", "false").lower() != "false":
+            raise refused("stream", "a stored response comes whole; leave stream out")
+        return stored.get(request.scope[KEY], name)[0]
+
+    @app.delete("/v1/responses/{name}")
+    async def forget(request: Request, name: str) -> dict[str, Any]:
+        """Forget a stored response."""
+        stored.delete(request.scope[KEY], name)
+        return {"id": name, "object": "response", "deleted": True}
+
+    @app.get("/v1/responses/{name}/input_items")
+    async def items(request: Request, name: str) -> dict[str, Any]:
+        """What was said before a stored response."""
+        return page_of(stored.get(request.scope[KEY], name)[1], request.query_params)
+
+    @app.post("/v1/responses/{name}/cancel")
+    async def cancel(request: Request, name: str) -> None:
+        """Refuse: answers are made while their requests wait."""
+        stored.get(request.scope[KEY], name)
+        raise refused("response_id", f"the response {name!r} is complete; one can be cancelled by leaving its request")
 
 
 def _add_models(app: FastAPI, scheduler: Scheduler, settings: Settings) -> None:

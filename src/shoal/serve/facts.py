@@ -12,6 +12,7 @@ from shoal.engine.loading.form import FileForm
 from shoal.engine.loading.generation_config import eos_ids, filled
 from shoal.engine.loading.gguf_checkpoint import spoken_by
 from shoal.model.config import context_of, layers_of
+from shoal.model.hearing import HEARING
 from shoal.model.vision import VISION
 from shoal.serve.protocol.infill import marks_in
 from shoal.serve.protocol.thoughts import tags_of
@@ -30,6 +31,7 @@ class ModelFacts:
         template: of chats; None without one.
         fills: whether it has tokens around a gap.
         sees: whether it reads pictures.
+        hears: whether it reads sounds in chats.
         sampling: what its makers recommend.
         sampling_from: where that stands.
         ends: ids that end an answer.
@@ -44,6 +46,7 @@ class ModelFacts:
     template: str | None
     fills: bool
     sees: bool
+    hears: bool
     sampling: Mapping[str, float]
     sampling_from: str
     ends: tuple[int, ...]
@@ -55,8 +58,9 @@ class ModelFacts:
         """Of a model in memory."""
         runner, spoken = engine.runner, spoken_by(engine.tokenizer)
         return cls(engine.family, runner.num_layers, runner.max_positions, runner.vocab_size, spoken.template,
-                   marks_in(spoken.tokens) is not None, engine.vision is not None, engine.sampling,
-                   engine.sampling_from, tuple(sorted(engine.eos_token_ids)), engine.changes, engine.form())
+                   marks_in(spoken.tokens) is not None, engine.vision is not None, engine.hearing is not None,
+                   engine.sampling, engine.sampling_from, tuple(sorted(engine.eos_token_ids)), engine.changes,
+                   engine.form())
 
     @classmethod
     def of_files(cls, files: Checkpoint) -> ModelFacts:
@@ -66,14 +70,14 @@ class ModelFacts:
         ends = eos_ids(generation, config, spoken.tokenizer, **files.ends())
         sees = config.model_type in VISION or files.sight(lambda: dict.fromkeys(spoken.tokens, 0))[0] is not None
         return cls(str(config.model_type), layers_of(text), context_of(text), text.vocab_size, spoken.template,
-                   marks_in(spoken.tokens) is not None, sees, sampling, origin,
-                   tuple(sorted(ends)), files.changes, files.form())
+                   marks_in(spoken.tokens) is not None, sees, config.model_type in HEARING, sampling,
+                   origin, tuple(sorted(ends)), files.changes, files.form())
 
     def props(self, name: str) -> Json:
         """What `/props` says; what only a model in memory has is null."""
         return {
             "model_alias": name, "build_info": f"shoal {__version__}", "total_slots": None,
-            "chat_template": self.template, "modalities": {"vision": self.sees, "audio": False},
+            "chat_template": self.template, "modalities": {"vision": self.sees, "audio": self.hears},
             "default_generation_settings": {"n_ctx": self.positions, "params": filled({}, self.sampling),
                                             "params_from": self.sampling_from or "default"},
             "num_layers": self.layers, "vocab_size": self.vocabulary, "eos_token_ids": [*self.ends],

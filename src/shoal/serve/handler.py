@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, overload
 
 from fastapi import Request
@@ -21,7 +22,7 @@ from shoal.serve import policy
 from shoal.serve.answer import Answer, Compiling
 from shoal.serve.errors import LOG, ApiError, failed, no_model, refused
 from shoal.serve.metrics import Metrics, extra_counts, report
-from shoal.serve.middleware import note, unless_left
+from shoal.serve.middleware import KEY, note, unless_left
 from shoal.serve.protocol import messages, responses
 from shoal.serve.protocol.bodies import (
     Asked,
@@ -69,12 +70,24 @@ class RequestHandler:
         return await self.converse(request, body, ignored, lambda _, reading: ChatWire(body, names, reading))
 
     async def respond(self, request: Request) -> Response:
-        """Answer a conversation, in the newer form."""
-        chat, body, ignored = self.translated(read(await request.body()), ResponseBody, RESPONSES, responses.as_chat)
+        """Answer a conversation, in the newer form, and store the response unless that is not wanted."""
+        given, owner, stored = read(await request.body()), request.scope[KEY], self._settings.responses
+        before = stored.before(owner, given.get("previous_response_id"))
+        chat, body, ignored = self.translated(
+            given, ResponseBody, RESPONSES, partial(responses.as_chat, before=before))
+        if given.get("store") and not stored.most:
+            if self._settings.strict:
+                raise refused("store", "store is true, and this server stores no responses; leave it out")
+            ignored.append("store")
+        storing = stored.most and given.get("store") is not False
+
+        def store(response: Json) -> None:
+            stored.store(owner, response, [*before, *responses.items_of(given)])
 
         def wire(answer: Answer, reading: Reading) -> Wire:
             how = answer.entries[0].seq.sampling
-            return ResponseWire({**chat, "temperature": how.temperature, "top_p": how.top_p}, reading)
+            told = {**chat, "temperature": how.temperature, "top_p": how.top_p}
+            return ResponseWire(told, reading, given, store if storing else None)
 
         return await self.converse(request, body, ignored, wire)
 
@@ -127,7 +140,7 @@ class RequestHandler:
     async def _prompt(
         self, body: ChatBody, look: bool = True
     ) -> tuple[list[int], Pictures | None, Tools | None, list[str]]:
-        """The token ids of a conversation, its pictures, tools that may be called, and names of what has no effect."""
+        """The token ids of a conversation, what it shows, tools that may be called, and names of what has no effect."""
         tools, more = body.tools_for(getattr(self._tokenizer, "chat_template", None), self._settings.strict)
         told, ignored = conversation(body.messages, self._tokenizer, self._settings.strict)
         options = body.variables(tools, told)

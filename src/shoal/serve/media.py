@@ -22,9 +22,9 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnec
 from typing import Any
 from urllib.parse import SplitResult, quote, urljoin, urlsplit
 
+from shoal.engine.chats import MOST
 from shoal.engine.messages import shown_in
 from shoal.engine.picture_files import MOST_BYTES, url_of
-from shoal.engine.pictures import MOST
 from shoal.errors import Unsupported
 
 SECONDS = 10.0
@@ -55,9 +55,10 @@ async def with_fetched(
         ValueError: a picture cannot be had within the bounds, or is none.
         Unsupported: its host, or one to which that points, is not allowed.
     """
-    urls = shown_in(messages)[1]
-    named = [*dict.fromkeys(url for url in urls if url.partition(":")[0].lower() in _SCHEMES)]
-    if not allowed or not named or len(urls) > MOST:
+    shown = shown_in(messages)[1]
+    named = [*dict.fromkeys(
+        url for kind, url in shown if kind == "image" and url.partition(":")[0].lower() in _SCHEMES)]
+    if not allowed or not named or len(shown) > MOST:
         return messages
     found = await asyncio.get_running_loop().run_in_executor(_threads, _all, named, allowed, most)
     return [_replaced(message, found) for message in messages]

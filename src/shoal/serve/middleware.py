@@ -25,6 +25,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from shoal.serve.errors import LOG, ApiError
 from shoal.serve.settings import Settings
 
+KEY = "shoal.key"
+"""The scope's entry for the key that a request gave, "" where none is asked for."""
 LAST_WORDS = 10.0
 """Seconds that a client has to receive the timeout error."""
 GONE = 499
@@ -65,7 +67,7 @@ class Gate:
             await send(message)
 
         try:
-            self._check(scope["method"], scope["path"], headers)
+            scope[KEY] = self._check(scope["method"], scope["path"], headers)
             with self._patience(line):
                 as_get = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope  # uvicorn sends no body
                 await self._app(as_get, self._bounded(receive, scope["path"]), answer)
@@ -100,19 +102,22 @@ class Gate:
         finally:
             left.cancel()
 
-    def _check(self, method: str, path: str, headers: Headers) -> None:
+    def _check(self, method: str, path: str, headers: Headers) -> str:
+        """The key of a request, "" where none is asked for; ApiError for one that may not pass."""
+        key = ""
         if "content-length" in headers and "transfer-encoding" in headers:
             # a proxy in front may have used the other one (request smuggling)
             raise ApiError(400, "the request has Content-Length and Transfer-Encoding; send one of them",
                            headers={"connection": "close"})
         check_host(headers, self._settings.hosts)
         if self._settings.api_keys and path.startswith(_KEYED):
-            check_key(headers, self._settings.api_keys)  # a page with a key was given it, so its origin may be any
+            key = key_of(headers, self._settings.api_keys)  # a page with a key was given it, so its origin may be any
         else:
             check_origin(method, headers, self._settings.cors_origins)
         length, limit = headers.get("content-length", "0"), self._settings.limit_of(path)
         if length.isdigit() and int(length) > limit:
             raise too_large(limit)
+        return key
 
     def _bounded(self, receive: Receive, path: str) -> Receive:
         """`receive`, with an error if the body exceeds the limit without having said so in a header."""
@@ -133,16 +138,17 @@ _KEYED = ("/v1/", "/api/", "/models", "/playground/", "/rerank", "/infill", "/to
 """Beginnings of the routes that ask for a key."""
 
 
-def check_key(headers: Headers, keys: Sequence[str]) -> None:
-    """ApiError 401 unless one of the keys is in `Authorization: Bearer KEY` or `x-api-key: KEY`."""
+def key_of(headers: Headers, keys: Sequence[str]) -> str:
+    """The one of the keys that is in `Authorization: Bearer KEY` or `x-api-key: KEY`; ApiError 401 if none is."""
     asked = headers.get("authorization", "")
     bearer = _BEARER.fullmatch(asked)
     given = [word.encode("utf-8", "replace")
              for word in (bearer[1] if bearer else "", headers.get("x-api-key", "").strip())]
-    matches = [hmac.compare_digest(one, key.encode("utf-8")) for one in given for key in keys]
-    if not any(matches):
+    matches = [key for one in given for key in keys if hmac.compare_digest(one, key.encode("utf-8"))]
+    if not matches:
         form = "" if bearer or not asked else "; Authorization must be `Bearer KEY`"
         raise ApiError(401, f"the API key is missing or wrong{form}", code="invalid_api_key")
+    return matches[0]
 
 
 async def _cut_off(begun: bool, scope: Scope, receive: Receive, send: Send) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shoal.serve.errors import SPEECH_ROUTE
+from shoal.serve.stored import StoredResponses
 
 if TYPE_CHECKING:
     from shoal.integrations.mcp_servers import McpServers
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 _NAMES = ("localhost", "127.0.0.1", "[::1]")
 _CHATS = ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/api/chat",
           "/api/generate", "/tokenize")
-"""Routes whose messages may hold pictures."""
+"""Routes whose messages may hold pictures and sounds."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Settings:
         max_n: most answers per request, over all its prompts; a search counts once per possible branch.
         max_body: most bytes of a request.
         max_audio: most bytes of one with sound.
-        max_pictures: most bytes of a chat where models see; 0 where none does.
+        max_pictures: most bytes of a chat where models see, or hear; 0 where none does.
         max_audio_seconds: most seconds of sound.
         allowed_media_domains: hosts from which pictures are fetched that requests name, as `media_domain` reads them.
         timeout: seconds after which a request is answered 504; None for no limit.
@@ -52,6 +53,7 @@ class Settings:
         stall: seconds after which an unfinished step counts as stuck, and the server as unhealthy.
         members_folder: folder of Python code whose modules `guided_members` knows; empty for none.
         tools: the MCP servers whose tools the page may call; None for none. The application closes them.
+        responses: those that `/v1/responses` stores.
         cors_origins: origins whose pages may send requests, `*` for all; pages of this machine always may.
     """
 
@@ -80,6 +82,7 @@ class Settings:
     stall: float = 30.0
     members_folder: str = ""
     tools: McpServers | None = field(default=None, repr=False)
+    responses: StoredResponses = field(default_factory=StoredResponses, repr=False, compare=False)
 
     def limit_of(self, path: str) -> int:
         """Most bytes of a request on a path."""

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException
 
+from shoal.audio import RATE, Audio
 from shoal.engine.engine import Engine
 from shoal.serve.errors import ApiError, failed, no_model, refused
 from shoal.serve.middleware import note, unless_left
@@ -27,7 +28,6 @@ from shoal.serve.protocol.bodies import validated
 from shoal.serve.protocol.fields import Ignored, Refused, Unread, named, sorted_out
 from shoal.serve.settings import Settings
 from shoal.speech import subtitles
-from shoal.speech.audio import RATE, Audio
 from shoal.speech.transcribe import FALLBACK, Segment, Transcriber, Transcript, Wish
 
 MODEL = "shoal.model"

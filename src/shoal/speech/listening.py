@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.audio import RATE, Samples
 from shoal.errors import Unsupported
-from shoal.speech.audio import RATE, Samples
 
 SECONDS = 30
 """Length of a window."""

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.audio import RATE, Samples, Window
 from shoal.depth.plan import DepthPlan
 from shoal.engine.engine import Engine
 from shoal.errors import Unsupported
 from shoal.model.layers.cross_attention import Encoded
 from shoal.model.runner import SequenceChunk
-from shoal.speech.audio import RATE, Samples, Window
 from shoal.speech.listening import SECONDS, STEP, Features, Listening, Times
 
 TASKS = ("transcribe", "translate")

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+import hearers
 from families import tiny
 from gguf_models import write_model
 from gguf_words import TEMPLATE, spoken
@@ -43,6 +44,14 @@ def test_files_say_what_a_loaded_model_does(file: str, tiny_folder: str, tmp_pat
     assert (said.family, said.form.format, said.form.rounding) == ("llama", "gguf", "Q8_0")
     assert (of_files(tiny_folder).form.format, of_files(tiny_folder).form.rounding) == ("safetensors", "F32")
     assert of_files(str(tmp_path / "mute.gguf")).form.rounding in ("Q4_0", "F16"), "no type is named, so the usual one"
+
+
+@pytest.mark.parametrize("kind", hearers.KINDS)
+def test_files_say_that_a_model_hears(kind: str, tmp_path: Path) -> None:
+    hearers.write(tmp_path, kind)
+    found = of_files(str(tmp_path))
+    assert found == ModelFacts.of_engine(load(str(tmp_path), dtype="float32"))
+    assert found.props("x")["modalities"] == {"vision": False, "audio": True}
 
 
 @pytest.mark.slow

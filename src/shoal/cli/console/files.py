@@ -1,7 +1,9 @@
-"""Files that a person names in a chat: texts and pictures that go with a message."""
+"""Files that a person names in a chat: texts, pictures and sounds that go with a message."""
 
 from __future__ import annotations
 
+import base64
+import io
 import re
 from collections.abc import Collection
 from pathlib import Path
@@ -64,9 +66,27 @@ def picture(path: Path, engine: Engine) -> str:
     return url_of(data)
 
 
-def with_pictures(urls: Collection[str], text: str) -> str | list[dict[str, Any]]:
-    """A message's content: text, or parts where pictures come before it."""
-    shown = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+def sound(path: Path, engine: Engine) -> str:
+    """The data URL of a sound's file.
+
+    Raises:
+        ValueError: it cannot be read, is too large, or has no sound.
+        Unsupported: the model hears none.
+    """
+    from shoal.audio import Audio
+    from shoal.engine.sounds import MOST_BYTES, deaf
+
+    if engine.hearing is None:
+        raise deaf(engine)
+    data = _read(path, MOST_BYTES >> 10, "cut it into parts")
+    with Audio(io.BytesIO(data), str(path)):
+        return f"data:audio/{path.suffix[1:].lower() or 'wav'};base64,{base64.b64encode(data).decode()}"
+
+
+def with_shown(urls: Collection[str], text: str) -> str | list[dict[str, Any]]:
+    """A message's content: text, or parts where pictures and sounds come before it."""
+    kinds = ["audio_url" if url.startswith("data:audio/") else "image_url" for url in urls]
+    shown = [{"type": kind, kind: {"url": url}} for kind, url in zip(kinds, urls, strict=True)]
     return [*shown, {"type": "text", "text": text}] if shown else text
 
 

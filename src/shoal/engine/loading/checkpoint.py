@@ -16,6 +16,7 @@ from torch import Tensor
 from shoal.engine.loading.form import FileForm, of_tensors
 from shoal.engine.loading.generation_config import DRAWING, of_file, recommended
 from shoal.engine.loading.gguf_checkpoint import GgufCheckpoint, Spoken, spoken_by
+from shoal.engine.loading.voxtral import TEKKEN, voxtral_tokenizer
 from shoal.errors import LAB_INSTALL, Unsupported, told_by_transformers
 from shoal.hub.names import entry_of
 from shoal.hub.places import find
@@ -307,8 +308,10 @@ class Checkpoint:
         if self._gguf is not None:
             return self._gguf.tokenizer()
         folder = Path(self.place)
-        if folder.is_dir() and not any(folder.glob("*token*")):
+        if folder.is_dir() and not any(folder.glob("*token*")) and not (folder / TEKKEN).is_file():
             return None
+        if self.config().model_type == "voxtral":
+            return voxtral_tokenizer(self.place, self.revision)
         if self._own is not None:  # the class that its files name would cut text at other places than these say
             from transformers import PreTrainedTokenizerFast
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -23,6 +24,7 @@ from shoal.engine.memory.memory_limit import MemoryLimit
 from shoal.errors import OutOfMemory, Unsupported
 from shoal.model.config import layers_of, masked_of, parallel_token
 from shoal.model.encoder import ENCODERS, encoder_of, encoding, reads_text
+from shoal.model.hearing import hearing_of
 from shoal.model.hf import HFRunner
 from shoal.model.packed import build as packed
 from shoal.model.packed.kinds import PLACED
@@ -295,21 +297,23 @@ def _from_files(
 
 
 def _sees(engine: Engine, config: Any, files: Checkpoint) -> Engine:
-    """Give an engine the encoder of pictures of its model, which is read when the first one comes."""
+    """Give an engine its model's encoder of pictures or sounds, which is read when the first one comes."""
     tokenizer = engine.tokenizer
     sight, engine.blind = files.sight(lambda: {} if tokenizer is None else tokenizer.get_vocab())
     if engine.blind:
         log.info("reading no pictures: %s", engine.blind)
-    config, source, place = (config, files.weights(), files.place) if sight is None else (
-        sight.config, sight.source, sight.prepared)
-    if source is not None:
-        engine.vision = vision_of(config, source, engine.runner, place, lambda size: _check_sight(engine, size))
+    check = partial(_check_encoder, engine)
+    if sight is not None:
+        engine.vision = vision_of(sight.config, sight.source, engine.runner, sight.prepared, check)
+    elif (source := files.weights()) is not None:
+        engine.vision = vision_of(config, source, engine.runner, files.place, check)
+        engine.hearing = hearing_of(config, source, engine.runner, files.place, check)
     return engine
 
 
-def _check_sight(engine: Engine, size: int) -> None:
+def _check_encoder(engine: Engine, what: str, size: int) -> None:
     if engine.limit is not None:
-        engine.limit.check_weights("the encoder of pictures", size)
+        engine.limit.check_weights(what, size)
 
 
 def _pack(

@@ -118,7 +118,7 @@ def footprint(
 
 def weight_bytes(engine: LoadedModel) -> int:
     """Bytes of a model's weights in memory, a tied matrix counted once, and of encoders with what they keep."""
-    beside = sum(one.nbytes for one in (engine.encoder, engine.vision) if one is not None)
+    beside = sum(one.nbytes for one in (engine.encoder, engine.vision, engine.hearing) if one is not None)
     if isinstance(engine.runner, PackedRunner):
         return engine.runner.weights.nbytes + beside
     return 0 if engine.model is None else sum(one.nbytes for one in engine.model.parameters())

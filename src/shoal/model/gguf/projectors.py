@@ -156,7 +156,7 @@ def _gemma3(file: GgufFile, metadata: Metadata, hidden: int) -> tuple[Fields, Fi
 def _gemma3_prepared(metadata: Metadata, token: str) -> PreprocessorConfig:
     size = _side(metadata)
     count = _tiles(metadata, metadata.whole("vision.projector.scale_factor", 4))
-    return PreprocessorConfig("Gemma3ImageProcessorPil", _image(metadata) | {"size": {"height": size, "width": size}},
+    return PreprocessorConfig("Gemma3ImageProcessor", _image(metadata) | {"size": {"height": size, "width": size}},
                               token, "<start_of_image>", "same", count,
                               ("\n\n<start_of_image>", "<end_of_image>\n\n"))
 
@@ -169,7 +169,7 @@ def _idefics3_prepared(metadata: Metadata, token: str) -> PreprocessorConfig:
     tile = _side(metadata)
     longest = _at_most(metadata, "vision.preproc_image_size", tile, _LONGEST)
     sizes = {"size": {"longest_edge": longest}, "max_image_size": {"longest_edge": tile}}
-    return PreprocessorConfig("Idefics3ImageProcessorPil", _image(metadata) | sizes, token, token, "tiles",
+    return PreprocessorConfig("Idefics3ImageProcessor", _image(metadata) | sizes, token, token, "tiles",
                               _tiles(metadata, metadata.whole("vision.projector.scale_factor")),
                               ("<fake_token_around_image>", "<global-img>"))
 
@@ -190,7 +190,7 @@ def _llava(file: GgufFile, metadata: Metadata, hidden: int) -> tuple[Fields, Fie
 def _llava_prepared(metadata: Metadata, token: str) -> PreprocessorConfig:
     size = _side(metadata)
     sizes = {"size": {"shortest_edge": size}, "crop_size": {"height": size, "width": size}}
-    return PreprocessorConfig("CLIPImageProcessorPil", _image(metadata) | sizes, token, token, "same",
+    return PreprocessorConfig("CLIPImageProcessor", _image(metadata) | sizes, token, token, "same",
                               _tiles(metadata, 1))
 
 
@@ -246,7 +246,7 @@ def _qwen_prepared(metadata: Metadata, token: str) -> PreprocessorConfig:
     size = {"shortest_edge": _at_most(metadata, "vision.image_min_pixels", 8 * square, _LONGEST**2),
             "longest_edge": _at_most(metadata, "vision.image_max_pixels", 4096 * square, _LONGEST**2)}
     options = {"patch_size": patch, "merge_size": merge, "temporal_patch_size": 2, "size": size}
-    return PreprocessorConfig("Qwen2VLImageProcessorPil", _image(metadata) | options, token, token, "patches", merge**2)
+    return PreprocessorConfig("Qwen2VLImageProcessor", _image(metadata) | options, token, token, "patches", merge**2)
 
 
 def _pixtral(file: GgufFile, metadata: Metadata, hidden: int) -> tuple[Fields, Fields]:
@@ -263,7 +263,7 @@ def _pixtral(file: GgufFile, metadata: Metadata, hidden: int) -> tuple[Fields, F
 def _pixtral_prepared(metadata: Metadata, token: str) -> PreprocessorConfig:
     side = metadata.whole("vision.patch_size") * metadata.whole("vision.spatial_merge_size", 1)
     options = {"patch_size": side, "size": {"longest_edge": _side(metadata)}}
-    return PreprocessorConfig("PixtralImageProcessorPil", _image(metadata) | options, token, token, "rows", side,
+    return PreprocessorConfig("PixtralImageProcessor", _image(metadata) | options, token, token, "rows", side,
                               ("[IMG_BREAK]", "[IMG_END]"))
 
 
@@ -282,7 +282,7 @@ def _internvl_prepared(metadata: Metadata, token: str) -> PreprocessorConfig:
     options = {"size": {"height": size, "width": size}, "crop_to_patches": True,
                "min_patches": _at_most(metadata, "vision.preproc_min_tiles", 1, _TILES),
                "max_patches": _at_most(metadata, "vision.preproc_max_tiles", 12, _TILES)}
-    return PreprocessorConfig("GotOcr2ImageProcessorPil", _image(metadata) | options, token, token, "crops",
+    return PreprocessorConfig("GotOcr2ImageProcessor", _image(metadata) | options, token, token, "crops",
                               _tiles(metadata, metadata.whole("vision.projector.scale_factor")), ("<img>", "</img>"))
 
 

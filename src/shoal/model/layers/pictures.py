@@ -1,7 +1,8 @@
-"""Pictures in a prompt: what stands at their tokens in place of embeddings.
+"""Pictures, or sounds, in a prompt: what stands at their tokens in place of embeddings.
 
 Where a picture stands, the prompt holds a token of the model's own, over and over; each is replaced by one state of
-what an encoder made of it (Liu et al., 2023, arXiv 2304.08485, section 4.1).
+what an encoder made of it (Liu et al., 2023, arXiv 2304.08485, section 4.1). A sound is read as such a picture, whose
+tokens are turned as text is.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Picture:
-    """What an encoder made of one picture.
+    """What an encoder made of one picture, or sound.
 
     Attributes:
         states: [tokens, hidden], inputs of the first layer.
@@ -113,7 +114,7 @@ class Pictures:
         places = tuple(place for place, token in enumerate(tokens) if token == self.token)
         if len(places) != len(self.states):
             raise ValueError(f"the prompt holds token {self.token} {len(places)} times for {len(self.pictures)} "
-                             f"pictures of {len(self.states)} tokens; it must hold one for each")
+                             f"pictures or sounds of {len(self.states)} tokens; it must hold one for each")
         return replace(self, places=places, length=len(tokens))
 
     def keyed(self, tokens: Sequence[int]) -> list[int]:

@@ -28,9 +28,9 @@ TEMPLATE_OPTIONS = frozenset((
     "conversation", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
     "sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors", "return_dict",
     "return_assistant_tokens_mask", "tokenizer_kwargs", "processor_kwargs",
-    "messages", "conversations", "self", "add_special_tokens",
+    "messages", "conversations", "self", "add_special_tokens", "look", "seconds",
 ))  # fmt: skip
-"""Arguments of `apply_chat_template` and `chat_ids` themselves; all others are variables of the template."""
+"""Arguments of `apply_chat_template`, `chat_ids` and `read_chat`; all others are variables of the template."""
 _LEAST_P = 1e-9
 """A top_p so small that it keeps the most likely token alone."""
 _MOST_STOPS = 256

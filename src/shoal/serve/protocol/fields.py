@@ -148,9 +148,7 @@ OF_PEERS: dict[str, Unread] = {
 }
 """Fields that clients of vLLM, SGLang, llama.cpp's server and Ollama send."""
 _OLD_TOOLS, _ASK_CHATS = "give `tools`", "ask `/v1/chat/completions`"
-_STATELESS: dict[str, Unread] = {
-    "metadata": Ignored("nothing is stored", ({},)),
-    "store": Ignored("nothing is stored", (False,)),
+_ACCOUNTS: dict[str, Unread] = {
     "moderation": Refused("the server moderates nothing"),
     "safety_identifier": Ignored("the server keeps no account of users; `user` goes to its log"),
     "service_tier": Ignored("there is one tier", ("auto", "default")),
@@ -159,7 +157,9 @@ _STATELESS: dict[str, Unread] = {
 }
 CHAT: dict[str, Unread] = {
     **OF_PEERS,
-    **_STATELESS,
+    **_ACCOUNTS,
+    "metadata": Ignored("chats are not stored", ({},)),
+    "store": Ignored("chats are not stored; `/v1/responses` stores", (False,)),
     "best_of": Refused("ask `/v1/completions`, or name the method `best_of`", (1,)),
     "echo": Refused("an answer holds what the model says; use a completion", (False,)),
     "add_special_tokens": Refused("the chat template says which there are", (False,)),
@@ -186,18 +186,16 @@ INFILL: dict[str, Unread] = {**COMPLETION, "t_max_prompt_ms": Ignored("a prompt 
 """Of `/infill`."""
 RESPONSES: dict[str, Unread] = {
     **OF_PEERS,
-    **_STATELESS,
+    **_ACCOUNTS,
     "include": Ignored("there is nothing more to include", ([],)),
     "truncation": Ignored("a prompt that is too long is answered 400", ("disabled",)),
     "stream_options": Ignored("events are as they are"),
     "max_tool_calls": Ignored("the server calls no tools itself"),
     "access_programs": Ignored("the server knows none"),
     "top_logprobs": Refused(_ASK_CHATS, (0,)),
-    "background": Refused("nothing is stored", (False,)),
-    "background_options": Refused("nothing is stored"),
-    **dict.fromkeys(
-        ("conversation", "previous_response_id"), Refused("nothing is stored: send the whole conversation")),
-    "prompt": Refused("nothing is stored: send the text"),
+    **dict.fromkeys(("background", "background_options"), Refused("a response is made as its request waits", (False,))),
+    "conversation": Refused("conversations have no names: give the last response as `previous_response_id`"),
+    "prompt": Refused("prompts are not stored: send the text"),
     "context_management": Refused("send what the model is to see"),
     "image": Refused("the model makes text only"),
 }

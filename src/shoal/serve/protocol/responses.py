@@ -1,11 +1,11 @@
-"""`/v1/responses`, OpenAI's newer API: requests are translated into chats, answers into its form. Nothing is stored."""
+"""`/v1/responses`, OpenAI's newer API: requests are translated into chats, answers into its form."""
 
 from __future__ import annotations
 
 import reprlib
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -35,6 +35,9 @@ class ResponseBody(BaseModel):
     reasoning: dict[str, Any] | None = None
     stream: bool | None = None
     user: str | None = None
+    store: bool | None = None
+    previous_response_id: str | None = None
+    metadata: dict[str, str] | None = None
 
 
 _OF_ITEMS = ("type", "id", "status", "phase")
@@ -43,10 +46,17 @@ _PARTS, _PREFIXES = {"message": "output_text", "reasoning": "reasoning_text"}, {
 _SAME = ("model", "temperature", "top_p", "parallel_tool_calls", "stream", "user")
 
 
-def as_chat(given: Mapping[str, Any]) -> Json:
-    """The equivalent fields of a chat; ApiError 400 for an input with anything but text, calls and results."""
+def as_chat(given: Mapping[str, Any], before: Sequence[Json]) -> Json:
+    """The equivalent fields of a chat, after the items of an earlier conversation.
+
+    Raises:
+        ApiError: 400 for an input with anything but messages, calls and results, and for a field of another type.
+    """
+    if not isinstance(given.get("store"), (bool, type(None))):
+        raise refused("store", f"store is {reprlib.repr(given['store'])}; it must be true or false")
+    _check_metadata(part_of(given, "metadata"))
     chat = {name: value for name, value in given.items() if name in _SAME or name not in ResponseBody.model_fields}
-    chat["messages"] = _messages(given.get("input"), given.get("instructions"))
+    chat["messages"] = _messages(items_of(given), given.get("instructions"), before)
     chat["max_completion_tokens"] = given.get("max_output_tokens")
     tools = given.get("tools") or []
     if not isinstance(tools, list):
@@ -78,11 +88,26 @@ def _nested(tool: Any) -> Any:
                                              if name not in ("type", "strict") and value is not None}}
 
 
-def _messages(given: Any, instructions: Any) -> list[Json]:
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+def _check_metadata(pairs: Mapping[str, Any]) -> None:
+    """ApiError 400 unless there are at most 16 pairs of short texts, as OpenAI has it."""
+    if len(pairs) > 16 or not all(isinstance(value, str) and len(name) <= 64 and len(value) <= 512
+                                  for name, value in pairs.items()):
+        raise refused("metadata", "metadata must be at most 16 texts of 512 characters, with names of 64")
+
+
+def items_of(given: Mapping[str, Any]) -> list[Any]:
+    """What a request adds to a conversation; ApiError 400 where that is no text and no list."""
+    said = given.get("input")
+    items = [{"role": "user", "content": said}] if isinstance(said, str) else said
     if not isinstance(items, list) or not items:
         raise refused("input", "input must be text, or a list of messages")
+    return items
+
+
+def _messages(items: Sequence[Any], instructions: Any, before: Sequence[Json]) -> list[Json]:
     said = [] if instructions is None else [{"role": "system", "content": instructions}]
+    for item in before:
+        _add(said, item, "previous_response_id")
     for place, item in enumerate(items):
         _add(said, item, f"input.{place}")
     return said
@@ -115,13 +140,19 @@ def _text(content: Any) -> Any:
 
 
 class ResponseWire(PartsWire):
-    """Writes the answer to a chat, whole or as events."""
+    """Writes the answer to a chat, whole or as events.
+
+    Args:
+        given: the request.
+        store: called with the response once it is complete; None where it is not stored.
+    """
 
     kinds = ("reasoning", "message")
 
-    def __init__(self, chat: Mapping[str, Any], reading: Reading) -> None:
+    def __init__(self, chat: Mapping[str, Any], reading: Reading, given: Mapping[str, Any],
+                 store: Callable[[Json], None] | None) -> None:
         super().__init__(reading)
-        self._chat = chat
+        self._chat, self._given, self._store = chat, given, store
         self._id, self._made = f"resp_{uuid.uuid4().hex}", int(time.time())
         self._items: list[Json] = []
         self._events = 0
@@ -130,7 +161,7 @@ class ResponseWire(PartsWire):
     def whole(self, results: Sequence[Result], usage: Json) -> Json:
         for _ in self._read(results[0].text, results[0].finish_reason):
             pass
-        return self._response(results[0].finish_reason, usage)
+        return self._complete(results[0].finish_reason, usage)
 
     @override
     def opening(self, count: int) -> str:
@@ -139,9 +170,15 @@ class ResponseWire(PartsWire):
 
     @override
     def closing(self, results: Sequence[Result], usage: Json, more: Json) -> str:
-        reason = results[0].finish_reason
-        kind = "incomplete" if reason == "length" else "completed"
-        return text_of([self._event(f"response.{kind}", response=self._response(reason, usage))])
+        response = self._complete(results[0].finish_reason, usage)
+        return text_of([self._event(f"response.{response['status']}", response=response)])
+
+    def _complete(self, reason: str, usage: Json) -> Json:
+        """The response at its end, which is stored where it is to be."""
+        response = self._response(reason, usage)
+        if self._store is not None:
+            self._store(response)
+        return response
 
     @override
     def error(self, error: ApiError) -> str:
@@ -194,18 +231,20 @@ class ResponseWire(PartsWire):
         return {"type": kind, "sequence_number": self._events - 1, **more}
 
     def _response(self, reason: str | None, usage: Json | None) -> Json:
-        cut, chat = reason == "length", self._chat
+        cut, chat, given = reason == "length", self._chat, self._given
         return {
             "id": self._id, "object": "response", "created_at": self._made, "model": chat["model"], "error": None,
             "status": "in_progress" if reason is None else "incomplete" if cut else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "output": self._items, "usage": None if usage is None else _usage(usage), "instructions": None,
-            "metadata": {}, "temperature": chat.get("temperature"), "top_p": chat.get("top_p"),
+            "output": self._items, "usage": None if usage is None else _usage(usage),
+            "instructions": given.get("instructions"), "metadata": given.get("metadata") or {},
+            "temperature": chat.get("temperature"), "top_p": chat.get("top_p"),
             "parallel_tool_calls": chat.get("parallel_tool_calls") is not False,
             "tools": [{"type": "function", "parameters": None, "strict": None, **tool["function"]}
                       for tool in chat["tools"] or ()],
             "tool_choice": chat["tool_choice"] if isinstance(chat["tool_choice"], str) else "auto",
-            "max_output_tokens": chat.get("max_completion_tokens"), "previous_response_id": None, "store": False,
+            "max_output_tokens": chat.get("max_completion_tokens"), 
+            "previous_response_id": given.get("previous_response_id"), "store": self._store is not None,
         }  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from shoal.decode.text.pieces import TokenBytes
-from shoal.engine import pictures
+from shoal.engine import chats
 from shoal.engine.loaded import LoadedModel
 from shoal.engine.messages import BadMessage, plain
 from shoal.engine.request import prompt_ids
@@ -204,12 +204,13 @@ async def read_chat(
     engine: LoadedModel, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], settings: Settings, *,
     look: bool = True,
 ) -> tuple[list[int], Pictures | None]:
-    """Token ids and pictures of such messages, by the template's options; ApiError 400 if one of them is refused."""
+    """Token ids and pictures or sounds of such messages, by the template's options; ApiError 400 if one is refused."""
     try:
         if engine.vision is not None:
             most = max(settings.max_body, settings.max_pictures)
             messages = await with_fetched(messages, settings.allowed_media_domains, most)
-        return await apart(partial(pictures.read_chat, engine, messages, look=look, **options))
+        seconds = settings.max_audio_seconds
+        return await apart(partial(chats.read_chat, engine, messages, look=look, seconds=seconds, **options))
     except ValueError as error:
         raise refused("messages", str(error)) from None
 

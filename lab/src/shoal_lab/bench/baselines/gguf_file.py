@@ -212,6 +212,8 @@ def requantise(api: Any, source: Path, target: Path, kind: str, threads: int, *,
         params.imatrix = held
     if kind in _NO_MIX:
         params.tt_overrides = wanted
-    code = api.llama_model_quantize(str(source).encode(), str(target).encode(), ctypes.byref(params))
+    made = target.with_name(f"{target.name}.part")  # a file of that name is whole, even if this is interrupted
+    code = api.llama_model_quantize(str(source).encode(), str(made).encode(), ctypes.byref(params))
     if code:
         raise NotMeasured(f"llama.cpp could not make {kind} from {source.name} (code {code})")
+    made.replace(target)
