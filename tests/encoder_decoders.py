@@ -27,6 +27,10 @@ from transformers import (
     PreTrainedTokenizerFast,
     T5Config,
     T5ForConditionalGeneration,
+    T5GemmaConfig,
+    T5GemmaForConditionalGeneration,
+    UMT5Config,
+    UMT5ForConditionalGeneration,
 )
 
 VOCAB, START, END, LAYERS = 270, 258, 257, 3
@@ -39,6 +43,19 @@ _T5: dict[str, Any] = {
     "vocab_size": VOCAB, "d_model": 32, "d_kv": 12, "d_ff": 64, "num_layers": 2, "num_decoder_layers": LAYERS,
     "num_heads": 4, "relative_attention_num_buckets": 8, "relative_attention_max_distance": 20, **_ENDS}
 _APART = {"decoder_vocab_size": 262, "share_encoder_decoder_embeddings": False}
+_GEMMA: dict[str, Any] = {
+    "vocab_size": VOCAB, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "sliding_window": 10, "query_pre_attn_scalar": 12, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 20.0,
+    "max_position_embeddings": 96, "bos_token_id": START, "eos_token_id": END, "pad_token_id": 1}
+
+
+def _t5gemma(width: int, more: dict[str, Any]) -> T5GemmaConfig:
+    """The config of a T5Gemma whose encoder has states of a width of its own."""
+    return T5GemmaConfig(
+        encoder={**_GEMMA, "hidden_size": width, "num_hidden_layers": 2},
+        decoder={**_GEMMA, "hidden_size": 32, "num_hidden_layers": LAYERS}, vocab_size=VOCAB, **more)
+
+
 Make = Callable[[dict[str, Any]], Any]
 MADE: Mapping[str, Make] = {
     "bart": lambda more: BartForConditionalGeneration(BartConfig(**{**_BART, "scale_embedding": True, **more})),
@@ -52,9 +69,13 @@ MADE: Mapping[str, Make] = {
     "t5-gated": lambda more: T5ForConditionalGeneration(T5Config(**{
         **_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, **more})),
     "mt5": lambda more: MT5ForConditionalGeneration(MT5Config(**{**_T5, **more})),
+    "umt5": lambda more: UMT5ForConditionalGeneration(UMT5Config(**{**_T5, **more})),
+    "t5gemma": lambda more: T5GemmaForConditionalGeneration(_t5gemma(48, more)),
+    "t5gemma-apart": lambda more: T5GemmaForConditionalGeneration(_t5gemma(32, {"tie_word_embeddings": False, **more})),
 }
 KINDS = tuple(MADE)
-_SEEDS = {"bart": 11, "plbart": 11, "mbart": 5, "pegasus": 3, "m2m_100": 11, "t5": 13, "t5-gated": 12, "mt5": 3}
+_SEEDS = {"bart": 11, "plbart": 11, "mbart": 5, "pegasus": 3, "m2m_100": 11, "t5": 13, "t5-gated": 12, "mt5": 3,
+          "umt5": 3, "t5gemma": 4, "t5gemma-apart": 11}
 """Of models whose words vary most."""
 
 
@@ -71,9 +92,15 @@ def model_of(kind: str, seed: int | None = None, **more: Any) -> Any:
             parameter.data *= 0.2  # else the source alone says which word it is
     if hasattr(model, "final_logits_bias"):
         model.final_logits_bias.normal_(std=0.1)
-    if "t5" in kind:
+    if "t5gemma" in kind:
+        for name, parameter in model.model.decoder.named_parameters():
+            parameter.data += 3.0 if "post_" in name else 0.0  # else a word that is said says itself again
+        if "apart" in kind:
+            model.lm_head.out_proj.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.out_proj.weight))
+    elif "t5" in kind:
         for stack in (model.encoder, model.decoder):
-            stack.block[0].layer[0].SelfAttention.relative_attention_bias.weight.data.normal_(std=2.0)
+            for block in stack.block if kind == "umt5" else stack.block[:1]:
+                block.layer[0].SelfAttention.relative_attention_bias.weight.data.normal_(std=2.0)
     if kind == "t5-gated":
         model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
         model.config.tie_word_embeddings = False

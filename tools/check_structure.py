@@ -34,7 +34,7 @@ VAGUE = ("words",)
 CONFIGS = ("vocab_size",)
 """Names that components share with transformers' configs, which are looked up."""
 
-MOST_CORE_LINES = 59_440
+MOST_CORE_LINES = 59_830
 """2,680: recurrent layers; 990: experts; 330: plain steps; 410: prefixes in place; 610: SambaY; 730: latent attention,
 channel-wise gates of two matrices and lightning attention, seven model types, their GGUF files and published names;
 560: all GGUF types, models in parts, gpt-oss; 40: orders and cards by kind of layer; 530: safetensors in the numbers
@@ -66,11 +66,12 @@ memory, turns, pulls by request; 950: adapters of low rank: peft's folders and G
 and modules; 285: what files tell of a model that is not in memory; 230: adapters
 of several models, whose sizes files tell; 140: tools of MCP servers on the page;
 500: attention to what an encoder made of a source, in torch and in C; 1,100: speech: audio files, windows,
-timestamps, subtitles, its command and its routes; 700: pictures in prompts, their encoders and files;
+timestamps, subtitles, its command and its routes; 730: pictures in prompts, their encoders and files, from commands
+and in batches; 300: pictures fetched by http where an operator allows it, within bounds;
 520: encoders of pictures beside GGUF files, by type of projector; 530: sounds in chats, their encoders and features;
-690: encoders of text: norms of sums, biases by ranges of distances, sources read from prompts, T5 in GGUF files;
-180: responses that a server stores."""
-MOST_CORE_FILES = 374  # 20: recurrent; 4: experts; 4: SambaY; 3: latent; 9: GGUF; 6: classics; 20: drafts; 11: hub;
+730: encoders of text: norms of sums, biases by ranges of distances, or of a layer, sources from prompts, T5Gemma, T5 in
+GGUF files; 180: responses that a server stores."""
+MOST_CORE_FILES = 375  # 20: recurrent; 4: experts; 4: SambaY; 3: latent; 9: GGUF; 6: classics; 20: drafts; 11: hub;
 # 9: what clients speak; 1: threads that part; 2: what is told of a model, how it lies in files; 1: whose adapters are;
 # 1: options of tools; 4: sources and their encoders; 7: speech; 7: pictures; 6: sounds
 MOST_LAB_LINES = 42_840

@@ -151,9 +151,9 @@ def small(model_type: str, **others: Any) -> Any:
 
 
 def test_models_with_an_encoder() -> None:
-    config = AutoConfig.for_model("umt5", vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2)
+    config = AutoConfig.for_model("longt5", vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2)
     model = AutoModelForSeq2SeqLM.from_config(config).eval()
-    with pytest.raises(Unsupported, match="model type 'umt5': it has an encoder. Use a decoder-only"):
+    with pytest.raises(Unsupported, match="model type 'longt5': it has an encoder. Use a decoder-only"):
         shoal.load(model)
 
 
@@ -254,8 +254,8 @@ def test_folders_that_hold_no_model(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_another_kind_of_model(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "umt5", "is_encoder_decoder": True}))
-    with pytest.raises(Unsupported, match="model type 'umt5': it has an encoder"):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "longt5", "is_encoder_decoder": True}))
+    with pytest.raises(Unsupported, match="model type 'longt5': it has an encoder"):
         shoal.load(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit"}))
     with pytest.raises(Unsupported, match="model type 'vit': transformers has no causal language model of it"):

@@ -10,6 +10,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 from transformers.generation import MaxLengthCriteria, MaxTimeCriteria
 
+import seers
 import shoal
 from families import FAMILIES, _build, fingerprint, tiny
 from generate_calls import PAD, PROMPTS, an_eos, batch, both, cache_name, generate, single
@@ -161,6 +162,14 @@ def test_embeddings_and_unknown_model_arguments_are_refused(llama: PreTrainedMod
         generate(llama, inputs_embeds=embeds, custom_generate=Full())
     with pytest.raises(Unsupported, match="token_type_ids"):
         generate(tiny("gpt2"), **single(), token_type_ids=torch.zeros(1, 8).long(), custom_generate=Full())
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen2_vl"])
+def test_pictures_are_refused_with_the_way_that_works(kind: str) -> None:
+    model, processor = seers.seer(kind)
+    inputs = seers.inputs_of(processor, seers.asked(seers.picture(1), "What?"), [seers.picture(1)])
+    with pytest.raises(Unsupported, match=r'pictures in model.generate: .* Give the chat.*"type": "image_url"'):
+        model.generate(**inputs, custom_generate=Full(), max_new_tokens=2)
 
 
 def test_positions_are_taken_if_they_are_the_usual_ones(llama: PreTrainedModel) -> None:

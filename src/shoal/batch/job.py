@@ -134,7 +134,7 @@ class BatchRunner:
             yield self._next()
 
     def _submit(self, line: Line, name: Name, fields: Mapping[str, Any]) -> None:
-        task = task_of(line, fields, self._defaults, self._tokenizer)
+        task = task_of(line, fields, self._defaults, self._scheduler.engine)
         handle = self._scheduler.submit(task.prompt, deliver=partial(self._take, line.number), **task.options)
         self._open[line.number] = name, task.ignored, handle
 

@@ -5,8 +5,9 @@ A line of the input is one JSON object:
     {"prompt": "Once upon a time", "max_new_tokens": 64}
     {"id": "q7", "messages": [{"role": "user", "content": "Hello"}], "method": "d3", "method_args": {"alpha": 0.99}}
 
-A prompt is text or token ids and goes to the model unchanged. Messages are those of the server's chats and go through
-the chat template. All other fields are options of `Engine.generate`; the job supplies those that a line leaves out.
+A prompt is text or token ids and goes to the model unchanged. Messages are those of the server's chats, with pictures
+where the model sees, and go through the chat template. All other fields are options of `Engine.generate`; the job
+supplies those that a line leaves out.
 """
 
 from __future__ import annotations
@@ -18,16 +19,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shoal.engine.chats import read_chat
 from shoal.engine.constraints.constraint import GUIDED, guided
+from shoal.engine.loaded import LoadedModel
 from shoal.engine.messages import opening, plain
-from shoal.engine.request import Options, chat_ids
+from shoal.engine.request import Options
 from shoal.errors import unknown
+from shoal.model.layers.pictures import Pictures
 from shoal.types import Result, TokenLogprob, finite_logprob
 
 Record = dict[str, Any]
 """A line of the output: `line` is the number of the input's line, with its `text`, or an `error` in its place."""
 _OWN = ("id", "prompt", "messages", "method_args")
-_OPTIONS = tuple(name for name in Options.__annotations__ if name not in ("logits_processor", "stopping_criteria"))
+_OPTIONS = tuple(name for name in Options.__annotations__
+                 if name not in ("logits_processor", "stopping_criteria", "source"))
 """Options of `Engine.generate` that JSON can hold."""
 
 
@@ -91,13 +96,13 @@ def id_of(fields: Mapping[str, Any]) -> str | int | None:
     return name
 
 
-def task_of(line: Line, fields: Mapping[str, Any], defaults: Mapping[str, Any], tokenizer: Any) -> Task:
+def task_of(line: Line, fields: Mapping[str, Any], defaults: Mapping[str, Any], engine: LoadedModel) -> Task:
     """The line's prompt and options, over the job's defaults.
 
     A line without a seed draws with the job's seed plus its number, so that lines differ.
 
     Raises:
-        ValueError: a field is unknown or wrong, or the line has no prompt or two.
+        ValueError: a field is unknown or wrong, the line has no prompt or two, or a picture is refused.
     """
     given = {name: value for name, value in fields.items() if value is not None}
     if "body" in given:
@@ -117,7 +122,8 @@ def task_of(line: Line, fields: Mapping[str, Any], defaults: Mapping[str, Any], 
         if len(bound) > 1:
             raise ValueError(f"{' and '.join(bound)} both say what the answer must look like; give one")
         options["constraint"] = guided("guided_json" if bound[0] == "constraint" else bound[0], given[bound[0]])
-    return Task(*_prompt(given, tokenizer), options)
+    prompt, pictures, ignored = _prompt(given, engine)
+    return Task(prompt, ignored, options if pictures is None else {**options, "source": pictures})
 
 
 def _method(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,26 +140,27 @@ def _bias(given: Any) -> dict[int, float]:
         raise ValueError(f"logit_bias is {given!r}; it must map token ids to numbers") from None
 
 
-def _prompt(given: Mapping[str, Any], tokenizer: Any) -> tuple[str | list[int], list[str]]:
-    """The prompt, and the names of message fields without effect."""
+def _prompt(given: Mapping[str, Any], engine: LoadedModel) -> tuple[str | list[int], Pictures | None, list[str]]:
+    """The prompt, its pictures, and the names of message fields without effect."""
     if ("prompt" in given) == ("messages" in given):
         raise ValueError("a line needs either prompt or messages")
     if "messages" in given:
-        return _chat(given["messages"], tokenizer)
+        return _chat(given["messages"], engine)
     prompt = given["prompt"]
     if not isinstance(prompt, str | list):
         raise ValueError(f"prompt is {prompt!r}; it must be text, or a list of token ids")
-    return prompt, []
+    return prompt, None, []
 
 
-def _chat(messages: Any, tokenizer: Any) -> tuple[list[int], list[str]]:
-    """Token ids of messages, and the names of their fields without effect, as in the server."""
-    if not getattr(tokenizer, "chat_template", None):
+def _chat(messages: Any, engine: LoadedModel) -> tuple[list[int], Pictures | None, list[str]]:
+    """Token ids of messages, their pictures, and the names of fields without effect, as in the server."""
+    template = getattr(engine.tokenizer, "chat_template", None)
+    if not template:
         raise ValueError("this model has no chat template; give a prompt instead of messages")
     if not isinstance(messages, list) or not messages or not all(isinstance(one, Mapping) for one in messages):
         raise ValueError('messages must be a list of objects, such as {"role": "user", "content": "Hello"}')
-    told, ignored = plain(messages, str(tokenizer.chat_template))
-    return chat_ids(told, tokenizer, **opening(told, None, None)), ignored
+    told, ignored = plain(messages, str(template))
+    return *read_chat(engine, told, **opening(told, None, None)), ignored
 
 
 def answered(line: int, name: str | int | None, result: Result, *, with_tokens: bool) -> Record:

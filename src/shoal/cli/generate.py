@@ -11,9 +11,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal.cli.console.files import picture, with_shown
 from shoal.cli.options import common
 from shoal.cli.options.parser import Parser
 from shoal.cli.terminal import add_color, held_back, printer_of, summary
+from shoal.errors import Unsupported
 from shoal.types import finite_logprob
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ EXAMPLES = """examples:
   shoal generate --temperature 0.8 --top-p 0.95 --seed 7 --stop "The end" "Once upon a time"
   shoal generate --json-schema '{"type": "object", "required": ["name"]}' "A person as JSON"
   shoal generate --memory 1GiB --allow-lossy kv_int8 --file long.txt
+  shoal generate --model path/to/model --image cat.png "What is in this picture?"
   cat question.txt | shoal generate --json | tail -n 1
   torchrun --nproc-per-node 2 -m shoal generate --tensor-parallel --model path/to/model "Once upon a time"
 """
@@ -36,6 +39,8 @@ def add_arguments(parser: Parser) -> None:
     """Declare the options."""
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="the text to continue; `-` or a pipe reads stdin")
     parser.add_argument("--file", metavar="F", type=Path, help="read the prompt from a file")
+    parser.add_argument("--image", metavar="F", type=Path, action="append", default=[], help="a picture, which goes "
+                        "before the prompt where the model sees; repeatable")
     parser.add_argument("--raw", action="store_true", help="do not wrap the prompt in the tokenizer's chat template")
     common.add_method(parser)
     sampling = common.add_sampling(parser)
@@ -49,13 +54,18 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--quiet", action="store_true", help="no line of figures on stderr")
     common.add_json(parser)
     parser.show_usual("--model", "--method", "--max-new-tokens", "--temperature", "--seed", "--stop", "--json-schema",
-                      "--file", "--raw", "--quiet", "--json")
+                      "--file", "--image", "--raw", "--quiet", "--json")
 
 
 def run(args: argparse.Namespace) -> int:
     """Generate and print."""
     if args.logprobs is not None and not args.json:
         raise ValueError("--logprobs is shown in the JSON report only; add --json")
+    if args.image and args.raw:
+        raise ValueError("--image puts pictures into a chat, and --raw leaves the chat template out; give one of them")
+    if args.image and args.tensor_parallel:
+        raise Unsupported("--image with --tensor-parallel", "the processes share a model's layers, and not what reads "
+                          "pictures", "Use one process")
     if not args.tensor_parallel:
         return _run(args, read_prompt(args))
     from shoal.engine.loading import ranks
@@ -73,7 +83,7 @@ def _run(args: argparse.Namespace, prompt: str) -> int:
     silent, interrupted = engine.ranks.rank > 0, False
     with held_back():
         options = {**common.sampling(args, engine), "logprobs": args.logprobs, "constraint": common.constraint(args)}
-        stream = engine.stream(common.encode(engine, prompt, args.raw), method=args.method, **options)
+        stream = engine.stream(_asked(args, engine, prompt), method=args.method, **options)
         printer = None if args.json or silent else printer_of(args, engine, args.method)
         try:
             for step in stream:
@@ -91,6 +101,14 @@ def _run(args: argparse.Namespace, prompt: str) -> int:
     elif not args.quiet:
         print(summary(stream.result), file=sys.stderr)
     return 130 if interrupted else 0
+
+
+def _asked(args: argparse.Namespace, engine: Engine, prompt: str) -> Any:
+    """The prompt's token ids; with pictures a conversation, which the engine reads."""
+    if not args.image:
+        return common.encode(engine, prompt, args.raw)
+    urls = [picture(path, engine) for path in args.image]
+    return [{"role": "user", "content": with_shown(urls, prompt)}]
 
 
 def read_prompt(args: argparse.Namespace) -> str:

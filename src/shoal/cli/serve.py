@@ -90,6 +90,10 @@ def _add_limits(parser: Parser) -> None:
     group.add_argument("--max-audio", metavar="BYTES", type=int, default=25 << 20, help="most bytes of one with sound")
     group.add_argument("--max-pictures", metavar="BYTES", type=int, default=32 << 20, help="most bytes of a chat where "
                        "the model sees")
+    group.add_argument("--allowed-media-domains", metavar="HOST,...", type=_domains, action="extend", default=[],
+                       help="hosts from which pictures are fetched that chats name by http address, such as "
+                       "upload.wikimedia.org, *.example.org, or * for the internet; by default none. Machines of the "
+                       "own network must be listed by name")
     group.add_argument("--max-responses", metavar="BYTES", type=int, help="most bytes of stored responses, in memory; "
                        "0 stores none. By default 32 MiB, and 0 with --replicas")
     group.add_argument("--max-audio-seconds", metavar="S", type=float, default=4 * 3600.0, help="most seconds of sound")
@@ -100,6 +104,15 @@ def _add_limits(parser: Parser) -> None:
     group.add_argument("--timeout", metavar="S", type=float, default=600.0, help="seconds per request; 0: no limit")
     group.add_argument("--grace", metavar="S", type=float, default=30.0, help="seconds that requests have to finish "
                        "when the server is stopped")
+
+
+def _domains(text: str) -> list[str]:
+    from shoal.serve.settings import media_domain
+
+    try:
+        return [media_domain(word) for word in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _limit(word: str) -> tuple[str, float]:
@@ -199,4 +212,5 @@ def _settings(args: argparse.Namespace) -> Settings:
                     methods=None if named is None else frozenset(named),
                     api_keys=(*args.api_key, *environment), timeout=args.timeout or None,
                     playground=not args.no_playground, cors_origins=tuple(args.cors_origin), limits=limits,
+                    allowed_media_domains=tuple(args.allowed_media_domains),
                     hosts=hosts_of(args.host, args.allowed_host), responses=StoredResponses(*stored))

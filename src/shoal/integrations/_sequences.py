@@ -31,6 +31,8 @@ _NEUTRAL = ("use_cache", "logits_to_keep")
 _CACHES = ("cache", "past_key_values", "cache_params")
 """Names that transformers has given to the cache; under another name it is recognised by its methods."""
 _KNOWN = (*_NEUTRAL, "attention_mask", "position_ids", "cache_position")
+_PICTURES = ("pixel_values", "mm_encoder_outputs", "image_")
+"""How arguments begin that hold pictures, or what transformers has made of them."""
 
 
 def check_processors(processors: Iterable[Any], repeats: bool) -> None:
@@ -209,6 +211,12 @@ def check_shape(input_ids: Any) -> None:
 
 
 def _check_others(model_kwargs: Mapping[str, Any]) -> None:
+    if any(name.startswith(_PICTURES) and value is not None for name, value in model_kwargs.items()):
+        raise Unsupported(
+            "pictures in model.generate", "a method reads token ids alone, and a chat's pictures with its own encoder",
+            'Give the chat to an engine of the model\'s files: shoal.load("path-or-name").generate([{"role": "user", '
+            '"content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}, {"type": "text", '
+            '"text": "..."}]}], method=...)')
     for name, value in model_kwargs.items():
         if name in _CACHES or compat.is_cache(value):
             _check_cache(name, value)

@@ -19,14 +19,15 @@ from shoal.errors import Unsupported
 from shoal.model.encoder_decoder import EncoderDecoderSource, vocabulary
 from shoal.model.gguf.source import GgufSource
 from shoal.model.layers.cross_attention import Encoded, encoded
-from shoal.model.packed.classics import BART, T5
+from shoal.model.packed.classics import BART, READERS, T5
 from shoal.model.packed.runner import PackedRunner
 from shoal.model.packed.source import Source
 
 ENCODERS: Mapping[str, str] = MappingProxyType({
-    **dict.fromkeys(("whisper", *BART), "model.encoder."), **dict.fromkeys(T5, "encoder."),
+    **dict.fromkeys(("whisper", *BART, "t5gemma"), "model.encoder."), **dict.fromkeys(T5, "encoder."),
 })
 """Model types whose decoders Shoal runs beside their encoder, and what the names of its tensors begin with."""
+_ROTARY = "rotary_emb"
 _USUAL = 512
 """States of a source for which memory is counted where the encoder has no limit."""
 _KEPT = 2
@@ -122,7 +123,7 @@ class Encoder:
 
 def reads_text(config: Any) -> bool:
     """Whether a model has an encoder of text; some types have decoders by themselves too."""
-    return config.model_type in (*BART, *T5) and bool(getattr(config, "is_encoder_decoder", False))
+    return config.model_type in READERS and bool(getattr(config, "is_encoder_decoder", False))
 
 
 def text_source(config: Any, generation_config: Any) -> TextSource | None:
@@ -140,7 +141,8 @@ def text_source(config: Any, generation_config: Any) -> TextSource | None:
         raise Unsupported(f"a model of type {config.model_type!r} without a decoder_start_token_id",
                           "its answers begin with that token", "Add it to the generation config")
     whole = getattr(config, "share_encoder_decoder_embeddings", True)
-    return TextSource(int(start), config.vocab_size, whole and vocabulary(config) == config.vocab_size)
+    size = getattr(config, "encoder", config).vocab_size
+    return TextSource(int(start), size, whole and vocabulary(config) == size)
 
 
 def encoder_of(
@@ -161,6 +163,7 @@ def encoder_of(
     with torch.device("meta"):
         module = AutoModel.from_config(config).get_encoder()
     wanted = module.state_dict() | dict(module.named_buffers())
+    wanted = {name: one for name, one in wanted.items() if not name.startswith(_ROTARY)}
     if not source.has(start + next(iter(wanted))):  # a model without its head
         start = start.removeprefix("model.")
     absent = sorted(name for name in wanted if not source.has(start + name))
@@ -176,11 +179,13 @@ def encoder_of(
         owner, _, own = name.rpartition(".")
         module.get_submodule(owner).register_buffer(own, state.pop(name), persistent=False)
     module.load_state_dict(state, assign=True)
+    if hasattr(module, _ROTARY):  # whose tables are computed
+        setattr(module, _ROTARY, type(module.rotary_emb)(module.config))
     return encoding(module.to(runner.device).eval(), runner, place, config, generation_config)
 
 
 def encoding(module: Any, runner: PackedRunner, place: str, config: Any, generation_config: Any) -> Encoder:
     """The encoder of a model by its module; raises as `text_source`."""
-    names = "max_source_positions", "max_position_embeddings"
-    places = next((size for name in names if (size := getattr(config, name, None)) is not None), None)
+    names, own = ("max_source_positions", "max_position_embeddings"), getattr(config, "encoder", config)
+    places = next((size for name in names if (size := getattr(own, name, None)) is not None), None)
     return Encoder(module, runner, place, places, text_source(config, generation_config))

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from shoal.model.packed.classics import T5
+from shoal.model.packed.classics import BART, T5
 from shoal.model.packed.source import ChangedSource, Source
 
 _SHARED = re.compile(r"(encoder|decoder)\.embed_tokens\.weight$")
 _POSITIONS = re.compile(r"(encoder|decoder)\.embed_positions\.weights?$")
 _HEAD, _HEAD_BIAS, _LOGITS_BIAS = "lm_head.weight", "lm_head.bias", "final_logits_bias"
+_OUT = "lm_head.out_proj.weight"
+"""T5Gemma's name of the head."""
 _PROJECTIONS = re.compile(r"(Attention\.)([qkv])(\.weight)$")
 _BASE = 10_000
 
@@ -33,19 +35,20 @@ class EncoderDecoderSource(ChangedSource):
     def __init__(self, source: Source, config: Any) -> None:
         super().__init__(source)
         self._config, self._t5 = config, config.model_type in T5
-        self._biased = not self._t5 and config.model_type != "m2m_100"
-        self._head = not self._t5 or self._has_head()
+        self._biased = config.model_type in BART and config.model_type != "m2m_100"
+        self._head = config.model_type in BART or self._has_head()
 
     def _has_head(self) -> bool:
         """Whether T5's head is a matrix of its own; configs of all versions say otherwise."""
-        if not self._source.has(_HEAD):
+        head = self._held(_HEAD)
+        if not self._source.has(head):
             return False
-        shared = self._source["shared.weight" if self._source.has("shared.weight") else "decoder.embed_tokens.weight"]
-        return not torch.equal(self._source[_HEAD], shared)
+        tables = ("shared.weight", "model.decoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+        return not torch.equal(self._source[head], self._source[next(filter(self._source.has, tables))])
 
     @override
     def names(self) -> list[str]:
-        held = [_PROJECTIONS.sub(r"\1\2_proj\3", name) for name in self._source.names()]
+        held = [_PROJECTIONS.sub(r"\1\2_proj\3", name).replace(_OUT, _HEAD) for name in self._source.names()]
         roots = {name.removesuffix("shared.weight") for name in held if name.endswith("shared.weight")}
         made = [f"{root}decoder.{part}.weight" for root in roots or {"model."}
                 for part in ("embed_tokens", "embed_positions")]
@@ -54,7 +57,7 @@ class EncoderDecoderSource(ChangedSource):
     @override
     def has(self, name: str) -> bool:
         if name == _HEAD:
-            return self._head and self._source.has(name)
+            return self._head and self._source.has(self._held(name))
         if name == _HEAD_BIAS:
             return self._biased
         if self._computed(name):
@@ -78,6 +81,8 @@ class EncoderDecoderSource(ChangedSource):
         """The name in the checkpoint."""
         if self._t5:
             name = name.replace("_proj.weight", ".weight")
+        if name == _HEAD and self._config.model_type == "t5gemma":
+            return _OUT
         return name if self._source.has(name) else _SHARED.sub("shared.weight", name)
 
 
@@ -87,7 +92,7 @@ SINUSOIDAL = ("marian", "pegasus", "m2m_100")
 
 def vocabulary(config: Any) -> int:
     """Tokens of the decoder of an encoder-decoder; the encoder's may be others."""
-    return int(getattr(config, "decoder_vocab_size", None) or config.vocab_size)
+    return int(getattr(config, "decoder_vocab_size", None) or config.get_text_config().vocab_size)
 
 
 def positions(config: Any) -> Tensor:

@@ -41,7 +41,7 @@ from shoal.serve.protocol.logprobs import Echo, TokenNames, echo_of
 from shoal.serve.protocol.messages import MessageBody, MessageWire
 from shoal.serve.protocol.responses import ResponseBody, ResponseWire
 from shoal.serve.protocol.thoughts import Reading, ThoughtLimit, thoughts_of
-from shoal.serve.protocol.tokens import apart, conversation, prompts_of, read_chat
+from shoal.serve.protocol.tokens import conversation, prompts_of, read_chat
 from shoal.serve.protocol.tools import Tools
 from shoal.serve.protocol.wire import ChatWire, CompletionWire, Json, Wire, with_steps
 from shoal.serve.settings import Settings
@@ -143,9 +143,8 @@ class RequestHandler:
         """The token ids of a conversation, what it shows, tools that may be called, and names of what has no effect."""
         tools, more = body.tools_for(getattr(self._tokenizer, "chat_template", None), self._settings.strict)
         told, ignored = conversation(body.messages, self._tokenizer, self._settings.strict)
-        engine = self._scheduler.engine
-        most = self._settings.max_audio_seconds
-        ids, pictures = await apart(read_chat, engine, told, body.variables(tools, told), most, look)
+        options = body.variables(tools, told)
+        ids, pictures = await read_chat(self._scheduler.engine, told, options, self._settings, look=look)
         return ids, pictures, tools, [*ignored, *more]
 
     async def converse(

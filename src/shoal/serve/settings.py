@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ipaddress
 import math
+import re
 import socket
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +40,7 @@ class Settings:
         max_audio: most bytes of one with sound.
         max_pictures: most bytes of a chat where models see, or hear; 0 where none does.
         max_audio_seconds: most seconds of sound.
+        allowed_media_domains: hosts from which pictures are fetched that requests name, as `media_domain` reads them.
         timeout: seconds after which a request is answered 504; None for no limit.
         grace: seconds that requests have to finish when the server shuts down.
         log_prompts: whether logs may contain prompts and answers.
@@ -66,6 +69,7 @@ class Settings:
     max_audio: int = 25 << 20
     max_audio_seconds: float = 4 * 3600.0
     max_pictures: int = 0
+    allowed_media_domains: tuple[str, ...] = ()
     timeout: float | None = 600.0
     grace: float = 30.0
     log_prompts: bool = False
@@ -124,6 +128,23 @@ def hosts_of(host: str, more: Sequence[str]) -> tuple[str, ...]:
         return ()
     named = (f"[{host}]" if ":" in host else host.lower(),) if own else ()
     return tuple(dict.fromkeys((*_NAMES, *named, *given)))
+
+
+def media_domain(word: str) -> str:
+    """A host from which pictures may be fetched: a name, an address, `*.example.org` for names below, or `*` for all.
+
+    A name or address that is itself listed may lie in the server's own network.
+
+    Raises:
+        ValueError: it is none, such as a URL, or a host with a port.
+    """
+    name = word.strip().lower().rstrip(".")
+    with suppress(ValueError):
+        return str(ipaddress.ip_address(name.removeprefix("[").removesuffix("]")))
+    if name != "*" and not re.fullmatch(r"[^\s/:@*?#\[\]]+", name.removeprefix("*.")):
+        raise ValueError(f"{word!r} is no host whose pictures may be fetched; give one without a scheme or a port, "
+                         "such as upload.wikimedia.org, *.example.org or *")
+    return name
 
 
 def is_loopback(host: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache, partial
 from inspect import signature
 from pathlib import Path
@@ -13,7 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm
 from transformers.models.t5.modeling_t5 import T5Attention
+from transformers.models.t5gemma.modeling_t5gemma import T5GemmaRMSNorm
 
+import families
 import shoal
 from encoder_decoders import END, KINDS, LAYERS, START, likeliest, logits_of, model_of, tokenizer, write
 from shoal.depth.plan import DepthPlan
@@ -30,7 +33,7 @@ from shoal.model.runner import SequenceChunk
 FULL, NEW = DepthPlan.full(LAYERS), 12
 SOURCES = ([5, 6, 7, 8, 9, 9, 30, END], [90, 40, END], [33, 34, 33, 34, 99, *range(60, 90), END], [7, END])
 PROMPT = [START, *range(20, 45), 30, 31, 30, 31]
-OTHERS = ("bart", "mbart", "marian", "t5")
+OTHERS = ("bart", "mbart", "marian", "t5", "umt5", "t5gemma")
 """One of each form of layers."""
 needs_kernels = pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.why_not()}")
 
@@ -41,12 +44,18 @@ def known(kind: str) -> Any:
 
 
 def in_double(kind: str) -> Any:
-    """A model in float64, T5's norms too, which transformers computes in float32."""
+    """A model in float64, T5's and Gemma's norms too, which transformers computes in float32."""
     model = model_of(kind).double()
     for module in model.modules():
         if hasattr(module, "variance_epsilon"):
             module.forward = partial(rms_norm, normalized_shape=(32,), weight=module.weight,
                                      eps=module.variance_epsilon)
+        elif isinstance(module, T5GemmaRMSNorm):
+            module.forward = partial(rms_norm, normalized_shape=module.weight.shape, weight=1 + module.weight,
+                                     eps=module.eps)
+    if "t5gemma" in kind:  # whose softmax, too
+        for config in (model.config, model.config.encoder, model.config.decoder):
+            config._attn_implementation = families._ATTENTION["gemma2"]
     return model
 
 
@@ -244,6 +253,17 @@ def test_a_loaded_model_is_packed_beside_its_own_encoder(kind: str) -> None:
         SOURCES[0], max_new_tokens=NEW).tokens
     assert engine.encoder is not None and engine.encoder.module is model.get_encoder()
     assert all(torch.equal(before[name], one) for name, one in model.state_dict().items())
+
+
+def test_a_config_of_umt5_says_whether_the_states_before_the_head_are_scaled(tmp_path: Path) -> None:
+    """As those of T5 1.1 and UMT5 do, by `tie_word_embeddings`; transformers 5 forgets UMT5's, and scales them."""
+    found = dict[bool, Tensor]()
+    for scaled in (True, False):
+        folder = write(tmp_path / str(scaled), known("umt5"))
+        config = json.loads((folder / "config.json").read_text("utf-8"))
+        (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": scaled}), "utf-8")
+        found[scaled] = logits(shoal.load(folder), SOURCES[0], PROMPT)
+    torch.testing.assert_close(found[True] * 32**0.5, found[False])
 
 
 @needs_kernels

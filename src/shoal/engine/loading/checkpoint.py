@@ -129,6 +129,8 @@ class Checkpoint:
         check_sizes(config)
         if "quantization_config" in vars(config) and config.quantization_config is None:
             del config.quantization_config  # transformers 5.0 takes one that is null for one that is there
+        if config.model_type == "umt5":  # whose class forgets, unlike T5's, that files may say so
+            config.scale_decoder_outputs = self._config_json.get("tie_word_embeddings") is not False
         return config
 
     @cached_property  # on the Hub every read of the file is a request

@@ -38,10 +38,15 @@ def _place(name: str) -> str | None:
 
 
 def _t5(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
-    """The first T5 has no gates, and scales the states before its head, which it shares with the embedding."""
+    """The first T5 has no gates, and scales the states before its head, which it shares with the embedding.
+
+    Where each layer has biases of its own, it is UMT5.
+    """
     gated = file.has("dec.blk.0.ffn_gate.weight")
+    apart = file.has("dec.blk.1.attn_rel_b.weight")
+    own = {"model_type": "umt5", "scale_decoder_outputs": not gated} if apart else {}
     hidden, layers, heads = common["hidden_size"], common["num_hidden_layers"], metadata.whole("attention.head_count")
-    return {
+    return own | {
         "d_model": hidden, "num_layers": layers, "num_decoder_layers": metadata.whole("decoder_block_count", layers),
         "num_heads": heads, "d_kv": metadata.whole("attention.key_length", hidden // heads),
         "d_ff": metadata.whole("feed_forward_length"), "layer_norm_epsilon": common["rms_norm_eps"],

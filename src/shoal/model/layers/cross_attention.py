@@ -51,6 +51,7 @@ class CrossAttention(Generic[M]):
         query, out: matrices of the text, and their biases or None.
         keys, values: matrices of the encoder's states, and their biases or None.
         sum_norm, sum_norm_bias: [hidden], of a LayerNorm of the states, once this has added to them, or None.
+        out_norm: [hidden], of what this adds to them, or None.
     """
 
     norm: Tensor | None
@@ -65,6 +66,7 @@ class CrossAttention(Generic[M]):
     values_bias: Tensor | None = None
     sum_norm: Tensor | None = None
     sum_norm_bias: Tensor | None = None
+    out_norm: Tensor | None = None
 
     def project(self, states: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
         """Keys and values [kv_heads, places, head_dim] of an encoder's states [places, hidden]."""

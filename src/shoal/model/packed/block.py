@@ -61,7 +61,8 @@ def cross_attention(
     normed = _norm(x, cross.norm, shape.eps, cross.norm_bias).to(dtype)
     q = applied(cross.query, normed, cross.query_bias).view(len(x), shape.heads, -1)
     mixed = attend(q).reshape(len(x), -1)
-    x = x + applied(cross.out, mixed, cross.out_bias).to(x.dtype) * shape.residual_scale
+    out = _norm(applied(cross.out, mixed, cross.out_bias).to(x.dtype), cross.out_norm, shape.eps)
+    x = x + out * shape.residual_scale
     return _norm(x, cross.sum_norm, shape.eps, cross.sum_norm_bias)
 
 

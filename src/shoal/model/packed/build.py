@@ -20,7 +20,7 @@ from shoal.model.gguf.blocks import Blocks
 from shoal.model.gguf.source import GgufSource
 from shoal.model.modules import quantised_by
 from shoal.model.packed import native
-from shoal.model.packed.classics import BART, T5
+from shoal.model.packed.classics import READERS
 from shoal.model.packed.kinds import HYBRIDS, MIXTURES
 from shoal.model.packed.latent import LatentRows
 from shoal.model.packed.linear import Blocked, Dense, Linear, Quant, Stacked, pack
@@ -206,7 +206,7 @@ def build(
         source = ExpertsApart(source, shape.experts.routing.count)
     if config.get_text_config().model_type in BY_COLUMNS and not isinstance(file, GgufSource):
         source = ColumnsAsRows(source, BY_COLUMNS[config.get_text_config().model_type])
-    if config.model_type in (*BART, *T5):
+    if config.model_type in READERS:
         source = source if isinstance(file, GgufSource) else EncoderDecoderSource(source, config)
         shape = replace(shape, tied=shape.tied or not source.has("lm_head.weight"))
     if config.model_type in PUBLISHED and not isinstance(plain, ModelSource | GgufSource):

@@ -23,7 +23,8 @@ Order = Literal["parts", "heads", "quarters"]
 of each quarter of the heads."""
 _REMEDY = 'Use backend="hf", which runs the model\'s own modules'
 BART = ("bart", "mbart", "plbart", "marian", "pegasus", "m2m_100")
-T5 = ("t5", "mt5")
+T5 = ("t5", "mt5", "umt5")
+READERS = (*BART, *T5, "t5gemma")
 """Model types of decoders beside an encoder that reads text."""
 
 
@@ -178,7 +179,7 @@ def _bart(text: Any) -> Fields:
 
 def _t5(text: Any) -> Fields:
     """T5, whose head may be a matrix of its own whatever its config says."""
-    scaled = text.model_type == "t5" and getattr(text, "scale_decoder_outputs", text.tie_word_embeddings)
+    scaled = text.model_type != "mt5" and getattr(text, "scale_decoder_outputs", text.tie_word_embeddings)
     return {**_biased(False, False, False), "num_hidden_layers": text.num_decoder_layers, "attention_multiplier": 1.0,
             "num_key_value_heads": text.num_heads, "intermediate_size": text.d_ff, "hidden_act": text.dense_act_fn,
             "rope_parameters": {}, "tie_word_embeddings": False, "logit_factor": text.d_model**-0.5 if scaled else 1.0,
@@ -275,6 +276,7 @@ _FIELDS: Mapping[str, Callable[[Any], Fields]] = MappingProxyType({
     "gpt_neox": _gpt_neox, "falcon": _falcon, "cohere": _cohere, "cohere2": _cohere,
     "cohere2_moe": _cohere2_moe, "stablelm": _stablelm, "opt": _opt, "whisper": _whisper,
     **dict.fromkeys(BART, _bart), **dict.fromkeys(T5, _t5),
+    "t5_gemma_module": lambda text: {"tie_word_embeddings": False},  # as T5, whose head may be another in any case
     "persimmon": _persimmon, "nemotron": _nemotron, "olmo": _olmo, "bloom": _bloom, "mpt": _mpt, "gptj": _gptj,
     "codegen": _codegen, "phimoe": lambda text: {"head_biased": text.lm_head_bias},
     "dbrx": _dbrx,

@@ -38,6 +38,7 @@ class Norms:
     attention_sum: str | None = None
     cross_sum: str | None = None
     mlp_sum: str | None = None
+    cross_out: str | None = None
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,8 @@ class Names:
         embedding, final_norm: below the root; no norm follows the layers where final_norm is None.
         layers: below the root, before a layer's number.
         positions, embedding_norm: below the root: the table of learned positions, and the norm of embeddings, or None.
-        distances: below the root, the table of biases by ranges of distances, or None.
+        distances: below the root, the table of biases by ranges of distances, with {} for the number of a layer where
+            each has its own; or None.
         attention, mlp, mixer, cross: of the sublayers, with the dot; mixer is the recurrence, cross the attention to
             an encoder's states.
         qkv, out, head_norms: below attention: the matrix that has q, k and v, its output projection, and the norms of
@@ -118,6 +120,10 @@ class Names:
     gate_up: tuple[str, str] = ("gate_proj", "up_proj")
     joined: str = "gate_up_proj"
     down: str = "down_proj"
+
+    def tables(self, layers: int) -> list[str]:
+        """The tables of biases by ranges of distances: one, or each layer's."""
+        return [] if self.distances is None else [*dict.fromkeys(map(self.distances.format, range(layers)))]
 
 
 @dataclass(frozen=True)
@@ -339,6 +345,8 @@ CLASSICS: Mapping[str, ModelKind] = MappingProxyType({
         _POST_NORM.names, embedding_norm="layernorm_embedding"))),
     "marian": _POST_NORM,
     **dict.fromkeys(("t5", "mt5"), _T5),
+    "umt5": replace(_T5, names=replace(
+        _T5.names, distances="block.{}.layer.0.SelfAttention.relative_attention_bias")),
     "persimmon": _classic(replace(_NEOX, embedding="embed_tokens", final_norm="final_layernorm",
                                   attention="self_attn.", head_norms=("q_layernorm", "k_layernorm"))),
     "nemotron": _classic(Names()),
@@ -354,4 +362,8 @@ CLASSICS: Mapping[str, ModelKind] = MappingProxyType({
 })
 """Model types with LayerNorms, most of them with MLPs without a gate: the kernels run them."""
 
-MODELS: Mapping[str, ModelKind] = MappingProxyType({**LLAMA, **MIXTURES, **HYBRIDS, **CLASSICS})
+_T5GEMMA = replace(_crossing(ModelKind(), Norms(
+    "pre_self_attn_layernorm", "pre_feedforward_layernorm", "post_self_attn_layernorm", "post_feedforward_layernorm",
+    cross="pre_cross_attn_layernorm", cross_out="post_cross_attn_layernorm")), names=Names(cross="cross_attn."))
+MODELS: Mapping[str, ModelKind] = MappingProxyType({
+    **LLAMA, **MIXTURES, **HYBRIDS, **CLASSICS, "t5_gemma_module": _T5GEMMA})

@@ -420,7 +420,7 @@ class _Pass:
             return out.transpose(0, 1)
         seen: Tensor | None
         if self.runner.by_distance:
-            seen = self._sloped(view, store.window, torch.promote_types(q.dtype, torch.float32))
+            seen = self._sloped(view, layer, store.window, torch.promote_types(q.dtype, torch.float32))
         elif bias is None:
             seen = mask([view], store.window, q.device)
         else:
@@ -432,12 +432,13 @@ class _Pass:
             block.differential_attention, own=own)
         return attend(queries[None], keys, values, self.runner.shape, seen, causal)[0].transpose(0, 1)
 
-    def _sloped(self, view: SequenceView, window: int | None, dtype: torch.dtype) -> Tensor:
+    def _sloped(self, view: SequenceView, layer: int, window: int | None, dtype: torch.dtype) -> Tensor:
         """What distances add to scores, -inf for what is hidden: [1, heads, nodes, slots]."""
         device = self.runner.device
         between = distances(view, device)
         if self._distant is not None:
-            added = self._distant[:, (-between).clamp(0, self._distant.shape[1] - 1)].to(dtype)
+            own = self._distant[layer if len(self._distant) > 1 else 0]
+            added = own[:, (-between).clamp(0, own.shape[1] - 1)].to(dtype)
         else:
             assert self._slopes is not None
             added = self._slopes.to(dtype)[:, None, None] * between

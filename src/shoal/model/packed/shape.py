@@ -27,7 +27,7 @@ from shoal.errors import Unsupported
 from shoal.model.config import context_of, widths_of, windows_of
 from shoal.model.kv.chunk import Chunk
 from shoal.model.layers.latent import LatentSizes
-from shoal.model.packed.classics import BART, T5, Order, viewed
+from shoal.model.packed.classics import READERS, Order, viewed
 from shoal.model.packed.experts import ExpertShape, expert_shape, with_experts
 from shoal.model.packed.kinds import CLASSICS, HYBRIDS, MODELS, PLACED, LayerKind, Names
 from shoal.model.packed.latent import latent_scale, latent_sizes
@@ -35,7 +35,9 @@ from shoal.model.sambay import OWN_CONFIGS
 
 _MOVING_ROPE = ("dynamic", "longrope")
 _HUNYUAN = ("hunyuan_v1_dense", "hunyuan_v1_moe")
-_GEMMA = ("gemma", "gemma2", "gemma3_text")
+_CAPPED = ("gemma2", "t5_gemma_module")
+"""Model types whose scores have a soft cap."""
+_GEMMA = ("gemma", "gemma3_text", *_CAPPED)
 _GEMMA4 = ("gemma4_text", "gemma4_unified_text")
 _GEMMA_SCALED = (*_GEMMA, *_GEMMA4, "gemma3n_text")
 """Model types whose embeddings are multiplied by the root of their size."""
@@ -321,9 +323,9 @@ def shape_of(config: Any, dtype: torch.dtype = torch.float64) -> Shape:
     if text.model_type not in MODELS:
         raise _misfit(text, f"the packed block fits {', '.join(MODELS)}")
     known = any(type(text) in types for types in (CAUSAL, SEQ_TO_SEQ, OWN_CONFIGS.values()))
-    if not known and text.model_type not in PLACED:
+    if not known and text.model_type not in PLACED and config.model_type not in READERS:
         raise _misfit(text, "its code comes with the checkpoint, not with transformers")
-    if text.model_type in (*BART, *T5) and not text.is_encoder_decoder:
+    if config.model_type in READERS and not config.is_encoder_decoder:
         raise _misfit(text, "it has no encoder (is_encoder_decoder)")
     text = viewed(text)
     activation = getattr(text, "hidden_activation", None) or getattr(text, "hidden_act", "silu")
@@ -369,7 +371,7 @@ def shape_of(config: Any, dtype: torch.dtype = torch.float64) -> Shape:
         norm_offset=1.0 if text.model_type in _CENTRED else 0.0,
         wide_head_norms=text.model_type in ("olmo2", "olmo3", "olmo_hybrid", "olmoe", "flex_olmo",
                                              "minimax_m2"),
-        attention_cap=text.attn_logit_softcapping if text.model_type == "gemma2" else None,
+        attention_cap=text.attn_logit_softcapping if text.model_type in _CAPPED else None,
         logit_cap=getattr(text, "final_logit_softcapping", None),
         kinds=kinds,
         names=MODELS[text.model_type].names,

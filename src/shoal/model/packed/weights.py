@@ -119,8 +119,7 @@ def tensors(text: Any, shape: Shape, root: str, tied: bool) -> Iterator[Forms]:
     yield _one(f"{root}{shape.names.embedding}.weight")
     if shape.names.final_norm is not None:
         yield from _norm_tensors(f"{root}{shape.names.final_norm}", shape)
-    if shape.names.distances is not None:
-        yield _one(f"{root}{shape.names.distances}.weight")
+    yield from (_one(f"{root}{name}.weight") for name in shape.names.tables(shape.num_layers))
     if shape.names.embedding_norm is not None:
         yield from _norm_tensors(f"{root}{shape.names.embedding_norm}", shape)
     if shape.positions is not None:
@@ -413,8 +412,8 @@ class Weights:
         embedding_norm, embedding_norm_bias: [hidden], of the LayerNorm of embeddings, or None.
         inputs: makes the inputs of layers' own, where there are any.
         streams: begins and ends several streams of states, where there are any.
-        distance_bias: [heads, distances], added to a score by how far a key is before the query, the last one for all
-            that are farther; or None.
+        distance_bias: [layers, heads, distances], added to a score by how far a key is before the query, the last one
+            for all that are farther; of one layer where all share it; or None.
     """
 
     layers: list[Layer]
@@ -491,8 +490,9 @@ class Packer:
         weights.streams = streams
         if shape.distance_ranges is not None:
             count, farthest = shape.distance_ranges
-            ranges = self.vector(f"{self._root}{names.distances}.weight", count, shape.heads)
-            weights.distance_bias = by_distance(ranges, farthest)
+            ranges = [self.vector(f"{self._root}{name}.weight", count, shape.heads)
+                      for name in names.tables(shape.num_layers)]
+            weights.distance_bias = torch.stack([by_distance(one, farthest) for one in ranges])
         return weights
 
     def _positions(self) -> Tensor | None:
@@ -617,14 +617,16 @@ class Packer:
         shape, name = self._shape, f"{layer}{self._shape.names.cross}"
         rows, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         norm, sizes = self._norm(layer, norms.cross), (rows, keys, keys)
-        query, k, v = (self.pack({f"{name}{part}.weight": size}, shape.hidden, "matrix")
-                       for part, size in zip(_QKV, sizes, strict=True))
+        seen = getattr(self._text, "cross_attention_hidden_size", None) or shape.hidden
+        query, k, v = (self.pack({f"{name}{part}.weight": size}, width, "matrix")
+                       for part, size, width in zip(_QKV, sizes, (shape.hidden, seen, seen), strict=True))
         out = self.pack({f"{name}{shape.names.out}.weight": shape.hidden}, rows, "matrix")
         of_query, of_k, of_v = (self._optional(f"{name}{part}.bias", size)
                                 for part, size in zip(_QKV, sizes, strict=True))
         of_out = self._optional(f"{name}{shape.names.out}.bias", shape.hidden)
         return CrossAttention(norm, query, out, k, v, self._norm_bias(layer, norms.cross), of_query, of_out, of_k, of_v,
-                              self._norm(layer, norms.cross_sum), self._norm_bias(layer, norms.cross_sum))
+                              self._norm(layer, norms.cross_sum), self._norm_bias(layer, norms.cross_sum),
+                              self._norm(layer, norms.cross_out))
 
     def _latent(self, layer: Layer, name: str) -> None:
         """Latent attention, whose last matrices of keys and values are split into those of each head."""

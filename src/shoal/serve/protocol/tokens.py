@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -21,6 +21,7 @@ from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.model.layers.pictures import Pictures
 from shoal.serve.errors import ApiError, no_model, refused
 from shoal.serve.facts import ModelFacts
+from shoal.serve.media import with_fetched
 from shoal.serve.protocol.bodies import ChatBody, Checked, read, validated
 from shoal.serve.protocol.fields import named
 from shoal.serve.settings import Settings
@@ -79,7 +80,7 @@ class TokenRoutes:
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a text or a chat."""
         body, ignored = self._read(await request.body(), TokenizeBody)
-        found, more = await apart(self._tokenized, body)
+        found, more = await self._tokenized(body)
         return JSONResponse(found, headers=named([*ignored, *more]))
 
     async def detokenize(self, request: Request) -> Response:
@@ -102,18 +103,22 @@ class TokenRoutes:
             raise no_model(asked, *self._settings.names)
         return body, ignored
 
-    def _tokenized(self, body: TokenizeBody) -> tuple[dict[str, Any], list[str]]:
+    async def _tokenized(self, body: TokenizeBody) -> tuple[dict[str, Any], list[str]]:
         """Token ids of a prompt, as in the other routes, and the names of message fields without effect."""
         texts = [text for text in (body.prompt, body.content) if text is not None]
         if len(texts) + (body.messages is not None) != 1:
             raise refused("prompt", "give one of prompt, content and messages")
         if None not in (body.add_special, body.add_special_tokens) and body.add_special != body.add_special_tokens:
             raise refused("add_special", "add_special and add_special_tokens differ; give one")
-        ids, ignored = self._chat(body) if not texts else (self._text(texts[0], body), [])
+        ids, ignored = await self._chat(body) if not texts else (await apart(self._text, texts[0], body), [])
+        return await apart(self._shown, ids, body), ignored
+
+    def _shown(self, ids: list[int], body: TokenizeBody) -> dict[str, Any]:
+        """The answer, in the form that was asked for."""
         names = {"token_strs": self._tokenizer.convert_ids_to_tokens(ids)} if body.return_token_strs else {}
         tokens = [{"id": token, "piece": self._piece(token)} for token in ids] if body.with_pieces else ids
         found = {"tokens": tokens, "count": len(ids), "max_model_len": self._engine.runner.max_positions}
-        return {**found, **names}, ignored
+        return {**found, **names}
 
     def _piece(self, token: int) -> str | list[int]:
         """A token's text; its bytes if they are part of a character."""
@@ -123,7 +128,7 @@ class TokenRoutes:
         except UnicodeDecodeError:
             return list(found)
 
-    def _chat(self, body: TokenizeBody) -> tuple[list[int], list[str]]:
+    async def _chat(self, body: TokenizeBody) -> tuple[list[int], list[str]]:
         if not body.parse_special:
             raise refused("parse_special", "the chat template writes special tokens, which must be parsed as such")
         options = body.model_dump(include=set(body.model_fields_set) & set(ChatBody.model_fields))
@@ -132,7 +137,8 @@ class TokenRoutes:
         told, ignored = conversation(chat.messages, self._tokenizer, self._settings.strict)
         tools, more = chat.tools_for(self._tokenizer.chat_template, self._settings.strict)
         options = {**chat.variables(tools, told), "add_special_tokens": bool(body.specials)}
-        return read_chat(self._engine, told, options, self._settings.max_audio_seconds, False)[0], [*ignored, *more]
+        ids, _ = await read_chat(self._engine, told, options, self._settings, look=False)
+        return ids, [*ignored, *more]
 
     def _text(self, text: str, body: TokenizeBody) -> list[int]:
         if not text and not body.specials:
@@ -194,12 +200,17 @@ def conversation(
     return told, ignored
 
 
-def read_chat(
-    engine: LoadedModel, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], seconds: float, look: bool
+async def read_chat(
+    engine: LoadedModel, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], settings: Settings, *,
+    look: bool = True,
 ) -> tuple[list[int], Pictures | None]:
     """Token ids and pictures or sounds of such messages, by the template's options; ApiError 400 if one is refused."""
     try:
-        return chats.read_chat(engine, messages, look=look, seconds=seconds, **options)
+        if engine.vision is not None:
+            most = max(settings.max_body, settings.max_pictures)
+            messages = await with_fetched(messages, settings.allowed_media_domains, most)
+        seconds = settings.max_audio_seconds
+        return await apart(partial(chats.read_chat, engine, messages, look=look, seconds=seconds, **options))
     except ValueError as error:
         raise refused("messages", str(error)) from None
 

@@ -71,6 +71,7 @@ static void attend_chunk(Worker *w, const Task *task, int by, int first, int las
     const Run *r = w->run;
     const ShoalModel *m = r->m;
     const int group = group_of(m, task), before = task->segment->first;
+    const float *own_biases = m->distances ? m->distance_bias + (int64_t)r->b->layers[task->entry] * m->distance_step : NULL;
     const int64_t bytes = query_bytes(task->layer->head_dim, by);
     const int most = by == BY_BF16 ? MOST_QUERIES : QUERIES;
     for (int k = first; k < last; k += most) {
@@ -85,7 +86,7 @@ static void attend_chunk(Worker *w, const Task *task, int by, int first, int las
             sights[j] = seen + (i - first / group);
             if (w->chunk.sloped) {
                 if (m->slopes) w->chunk.slopes[j] = m->slopes[task->head * group + head];
-                w->chunk.by_distance[j] = m->distances ? m->distance_bias + (task->head * group + head) * m->distances : NULL;
+                w->chunk.by_distance[j] = m->distances ? own_biases + (task->head * group + head) * m->distances : NULL;
                 w->chunk.own[j] = (float)place_of(r->b, task->chosen->token[i], task->segment->stored);
             }
             w->chunk.notes[j] = notes_of(r, task->entry, task->chosen->token[i], task->head * group + head, base);

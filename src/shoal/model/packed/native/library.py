@@ -126,9 +126,9 @@ class Model(ctypes.Structure):
         ("upper", Weight), ("head_bias", c_void_p), ("embedding", c_void_p), ("table", Weight),
         ("positions", c_void_p), ("embedding_norm", c_void_p), ("embedding_norm_bias", c_void_p),
         ("position_count", c_int32), ("parallel", c_int32), ("rotates_first", c_int32), ("drifts", c_int32),
-        ("slopes", c_void_p), ("distance_bias", c_void_p), ("distances", c_int32), ("qkv_limit", c_float),
-        ("layer_input", c_int32), ("streams", c_int32), ("active_stream", c_int32), ("cuts", c_int32),
-        ("apart", c_int32), ("input_table", Weight), ("input_project", Weight),
+        ("slopes", c_void_p), ("distance_bias", c_void_p), ("distances", c_int32), ("distance_step", c_int32),
+        ("qkv_limit", c_float), ("layer_input", c_int32), ("streams", c_int32), ("active_stream", c_int32),
+        ("cuts", c_int32), ("apart", c_int32), ("input_table", Weight), ("input_project", Weight),
         ("input_norm", c_void_p), ("spread", Weight), ("gather", POINTER(Weight)),
         ("foresight", POINTER(ForesightStruct)),
     ]

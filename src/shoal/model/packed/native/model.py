@@ -510,6 +510,7 @@ class NativeModel:
             struct.attention_norm_bias = self._vector("the bias of that norm", cross.norm_bias, shape.hidden)
             struct.qkv_bias = self._vector("the bias of queries", cross.query_bias, rows)
             struct.out_bias = self._vector("the bias of out", cross.out_bias, shape.hidden)
+            struct.attention_out_norm = self._vector("the norm of its outputs", cross.out_norm, shape.hidden)
             struct.attention_sum_norm = self._vector("the norm after cross-attention", cross.sum_norm, shape.hidden)
             struct.attention_sum_bias = self._vector("the bias of that norm", cross.sum_norm_bias, shape.hidden)
         return struct
@@ -649,9 +650,10 @@ class NativeModel:
         slopes = torch.tensor(shape.slopes, dtype=torch.float32) if shape.slopes else None
         struct.slopes = self._vector("slopes", slopes, shape.heads)
         if weights.distance_bias is not None:
-            struct.distances = weights.distance_bias.shape[1]
-            struct.distance_bias = self._vector("biases by distance", weights.distance_bias.flatten(),
-                                                shape.heads * struct.distances)
+            tables, _, struct.distances = weights.distance_bias.shape
+            own = shape.heads * struct.distances
+            struct.distance_bias = self._vector("biases by distance", weights.distance_bias.flatten(), tables * own)
+            struct.distance_step = own if tables > 1 else 0
         if weights.positions is not None:
             struct.position_count = len(weights.positions)
             struct.positions = address("positions", weights.positions, (struct.position_count, shape.hidden))

@@ -203,7 +203,7 @@ typedef struct {
     const float *slopes;   /* [heads]: what a slot's place less the query's is multiplied by and added to the score (ALiBi); or NULL */
     const float *distance_bias; /* [heads][distances], by how far a slot is before the query, added to the score: the last one for all
                                    that are farther; not of attention to a source. Or NULL */
-    int32_t distances;
+    int32_t distances, distance_step; /* step: from a layer's table to the next one's, in numbers; 0: all share one */
     float qkv_limit;       /* the largest size of a number of q, k and v; 0: none */
     int32_t layer_input;   /* numbers of a token's input to each layer; 0: there is none */
     int32_t streams, active_stream; /* of states between layers, and the one that layers compute on; 0: there is one */
