@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from shoal.cli import main
 
 
 @pytest.fixture(autouse=True)
@@ -47,3 +51,17 @@ def tiny_folder(tmp_path_factory):
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture
+def say(folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Run a chat with the model of a test file's `folder`; returns its stdout and stderr, as lines."""
+
+    def talk(*lines: str) -> tuple[str, list[str]]:
+        monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+        assert main(["chat", "--model", folder, "--dtype", "float32", "--method", "full", "--max-new-tokens", "8",
+                     "--temperature", "0"]) == 0
+        out, err = capsys.readouterr()
+        return out, err.splitlines()
+
+    return talk

@@ -1,6 +1,6 @@
 """Fixtures of tests of commands."""
 
-from cli_fixtures import _cards_of_nobody, measures_layers, tiny_folder
+from cli_fixtures import _cards_of_nobody, measures_layers, say, tiny_folder
 from hub_fixtures import at_hub
 
-__all__ = ["_cards_of_nobody", "at_hub", "measures_layers", "tiny_folder"]
+__all__ = ["_cards_of_nobody", "at_hub", "measures_layers", "say", "tiny_folder"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 
 import hearers
 import shoal
-from shoal.cli import main
 
 SOUND = hearers.sound(9, 0.6)
 
@@ -21,20 +19,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     found = tmp_path_factory.mktemp("hearer") / "model"
     hearers.write(found, "qwen2_audio")
     return str(found)
-
-
-@pytest.fixture
-def say(folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Run a chat with some lines; returns its stdout and stderr, as lines."""
-
-    def talk(*lines: str) -> tuple[str, list[str]]:
-        monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
-        assert main(["chat", "--model", folder, "--dtype", "float32", "--method", "full", "--max-new-tokens", "8",
-                     "--temperature", "0"]) == 0
-        out, err = capsys.readouterr()
-        return out, err.splitlines()
-
-    return talk
 
 
 def test_a_sound_goes_with_the_next_message(say: Any, folder: str, tmp_path: Path) -> None:
