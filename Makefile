@@ -67,7 +67,7 @@ test: lint $(MODEL_STAMP) ## Lint, and every test that is quick
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "$(QUICK)"
 
 test-all: lint test-avx2 test-core test-oldest browser cross $(ALL_STAMP) $(MODEL_STAMP) ## Lint, all tests that need no network, of each one slow case, and the quick ones held to AVX2, on the oldest supported transformers, and of the core without shoal-lab
-	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not network" --cases 1
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not network" --cases 1 --durations 25
 
 test-every: lint browser cross $(ALL_STAMP) $(MODEL_STAMP) ## Lint, and every case of every test that needs no network, which takes hours
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not network"
