@@ -406,9 +406,9 @@ def test_other_models_are_told_from_each_other() -> None:
 
 
 def test_an_encoder_decoder_is_refused() -> None:
-    from transformers import UMT5Config, UMT5ForConditionalGeneration
+    from transformers import LongT5Config, LongT5ForConditionalGeneration
 
-    config = UMT5Config(vocab_size=50, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
-    model = UMT5ForConditionalGeneration(config).eval()
+    sizes = {"vocab_size": 50, "d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    model = LongT5ForConditionalGeneration(LongT5Config(**sizes, decoder_start_token_id=0)).eval()
     with pytest.raises(Unsupported):
         model.generate(torch.tensor([[3, 4]]), max_new_tokens=2, custom_generate=Full())

@@ -161,7 +161,7 @@ def encoder_of(
     if reads_text(config) and not isinstance(source, GgufSource):
         source = EncoderDecoderSource(source, config)
     with torch.device("meta"):
-        module = AutoModel.from_config(config).get_encoder()
+        module = AutoModel.from_config(config, **_how(config)).get_encoder()
     wanted = module.state_dict() | dict(module.named_buffers())
     wanted = {name: one for name, one in wanted.items() if not name.startswith(_ROTARY)}
     if not source.has(start + next(iter(wanted))):  # a model without its head
@@ -182,6 +182,12 @@ def encoder_of(
     if hasattr(module, _ROTARY):  # whose tables are computed
         setattr(module, _ROTARY, type(module.rotary_emb)(module.config))
     return encoding(module.to(runner.device).eval(), runner, place, config, generation_config)
+
+
+def _how(config: Any) -> dict[str, str]:
+    """How transformers attends: 5.0 leaves out the cap of scores unless told to go without torch's attention."""
+    capped = getattr(getattr(config, "encoder", config), "attn_logit_softcapping", None) is not None
+    return {"attn_implementation": "eager"} if capped else {}
 
 
 def encoding(module: Any, runner: PackedRunner, place: str, config: Any, generation_config: Any) -> Encoder:
