@@ -184,7 +184,7 @@ def test_keys() -> None:
         ({"messages": []}, "messages"), ({"messages": "Hi"}, "messages"), ({"messages": [3]}, "messages.0"),
         ({"messages": [{"content": [{"type": "text", "text": "x"}] * 2}]}, "role is None"),
         ({"messages": [{"role": "judge", "content": "x"}]}, "role"), ({"max_tokens": 0}, "max_tokens"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "block of type 'image'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "without a source"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [
             {"type": "image"}]}]}]}, "no text"),
         ({"messages": [{"role": "user", "content": [7]}]}, "block of type None"),

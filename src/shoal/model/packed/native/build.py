@@ -44,10 +44,10 @@ _SHORT = {
     **dict.fromkeys(("recur.c", "tiles_five.c", "tiles_four.c", "tiles_table.c", "tiles_three.c"), ("-O2",)),
     "check.c": ("-Os",), "pack.c": ("-O2", "-falign-loops=1", "-fno-tree-ch"),
     "forward.c": tuple(f"-fno-{what}" for what in (
-        "gcse-after-reload", "split-loops", "split-paths", "tree-loop-distribution", "tree-partial-pre",
-        "unswitch-loops", "version-loops-for-strides")),
+        "gcse-after-reload", "split-loops", "split-paths", "tree-loop-distribution", "tree-loop-vectorize",
+        "tree-partial-pre", "tree-slp-vectorize", "unswitch-loops", "version-loops-for-strides")),
 }
-"""Further flags, by which a wheel is 70 KB smaller. pack.c works while a model loads; with Q4_1 and Q4_K_M files on
+"""Further flags, by which a wheel is 150 KB smaller. pack.c works while a model loads; with Q4_1 and Q4_K_M files on
 AVX-512, which alone were compared, the others are as fast (lab/reports/checkouts-flags*.json)."""
 _TIMEOUT = 300
 PREBUILT = "prebuilt"
