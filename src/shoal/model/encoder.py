@@ -114,7 +114,6 @@ class Encoder:
             self._known.popitem(last=False)
         return found
 
-
     def project(self, states: Tensor, name: str, ids: tuple[int, ...] = ()) -> Encoded:
         """What the decoder reads of states [places, hidden] of the module; `name` and `ids` as of `Encoded`."""
         layers = [layer.cross for layer in self._runner.weights.layers if layer.cross is not None]
