@@ -70,7 +70,7 @@ timestamps, subtitles, its command and its routes; 730: pictures in prompts, the
 and in batches; 300: pictures fetched by http where an operator allows it, within bounds;
 520: encoders of pictures beside GGUF files, by type of projector; 530: sounds in chats, their encoders and features;
 730: encoders of text: norms of sums, biases by ranges of distances, or of a layer, sources from prompts, T5Gemma, T5 in
-GGUF files; 180: responses that a server stores.;
+GGUF files; 180: responses that a server stores;
 10: capped scores on the oldest transformers"""
 MOST_CORE_FILES = 375  # 20: recurrent; 4: experts; 4: SambaY; 3: latent; 9: GGUF; 6: classics; 20: drafts; 11: hub;
 # 9: what clients speak; 1: threads that part; 2: what is told of a model, how it lies in files; 1: whose adapters are;

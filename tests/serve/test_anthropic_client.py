@@ -186,7 +186,7 @@ def test_keys() -> None:
         ({"messages": [{"role": "judge", "content": "x"}]}, "role"), ({"max_tokens": 0}, "max_tokens"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "without a source"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [
-            {"type": "image"}]}]}]}, "no text"),
+            {"type": "image"}]}]}]}, "without a source"),
         ({"messages": [{"role": "user", "content": [7]}]}, "block of type None"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "tool_call_id"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0 is of type 'bash_20250124'"),
