@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from serving import MODEL, Running, serving
+from shoal.cli import main
 from shoal.serve.protocol.fields import IGNORED
 from shoal.serve.stored import StoredResponses
 from tool_tokenizer import WEATHER, speaking
@@ -124,6 +125,15 @@ def test_a_server_that_stores_nothing_says_so() -> None:
         assert answer.json()["store"] is False and answer.headers[IGNORED] == "store"
         answer = httpx.post(f"{server.url}/v1/responses", json={**body, "previous_response_id": "r"}, timeout=60)
         assert answer.status_code == 400 and "stores no responses" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("given", "words"), [
+    (["--max-responses", "-1"], "--max-responses is -1; it must be at least 0 bytes"),
+    (["--max-responses", "9", "--replicas", "2"], "--max-responses does not go with --replicas"),
+], ids=" ".join)
+def test_options_that_cannot_be_are_refused(given: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", *given]) == 2
+    assert words in capsys.readouterr().err
 
 
 def test_older_ones_make_way() -> None:
