@@ -56,6 +56,16 @@ def complete(server: Any, model: str, **more: Any) -> httpx.Response:
     return post(server, "/v1/completions", model=model, prompt="Some words", max_tokens=6, temperature=0, **more)
 
 
+def test_a_response_goes_on_with_another_model(server: Routed) -> None:
+    first = post(server, "/v1/responses", model="a", input="Hi", max_output_tokens=4).json()
+    second = post(server, "/v1/responses", model="b", input="And?", max_output_tokens=4,
+                  previous_response_id=first["id"]).json()
+    said = [{"role": "user", "content": "Hi"}, *first["output"], {"role": "user", "content": "And?"}]
+    whole = post(server, "/v1/responses", model="b", input=said, max_output_tokens=4).json()
+    assert second["usage"]["input_tokens"] == whole["usage"]["input_tokens"] and second["model"] == "b"
+    assert httpx.get(f"{server.url}/v1/responses/{first['id']}", timeout=60).json() == first
+
+
 @pytest.mark.slow
 def test_many_streams_that_switch_at_random_get_every_answer_and_memory_holds_two(server: Routed) -> None:
     expected = {name: maker(name)().generate("Some words", max_new_tokens=6).text for name in NAMES}
