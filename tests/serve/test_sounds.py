@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import base64
-import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,6 +11,7 @@ import pytest
 
 import hearers
 from serving import MODEL, Running, serving, tiny_engine
+from shared_models import data_path
 
 SOUND = hearers.sound(5)
 FILE = hearers.file_of(SOUND)
@@ -94,7 +93,7 @@ def test_a_file_is_read_as_what_it_is(server: Running, wanted: str, form: str | 
 
 
 def test_real_speech_is_heard(server: Running) -> None:
-    data = (Path(os.environ["SHOAL_SHARED"]) / "data" / "speech" / "jfk.flac").read_bytes()
+    data = data_path("speech", "jfk.flac").read_bytes()
     assert ask(server, heard(coded(data), "flac"), "What?").json()["usage"]["prompt_tokens"] > 25 * 6  # of 11 seconds
 
 
