@@ -41,17 +41,20 @@ class StoredResponses:
 
     def get(self, owner: str, name: str) -> tuple[Json, list[Json]]:
         """A response, and the items before it; ApiError 404 where there is none."""
-        if (owner, name) not in self._found:
-            raise ApiError(404, f"no response {name[:100]!r} is stored: it was deleted, made way for later ones, or "
-                           "the server was started since; send the whole conversation", code="response_not_found")
+        self._check(owner, name)
         self._found.move_to_end((owner, name))
         found = json.loads(self._found[owner, name].decode("utf-8", "surrogatepass"))
         return found["response"], found["items"]
 
     def delete(self, owner: str, name: str) -> None:
         """Forget a response; ApiError 404 where there is none."""
-        self.get(owner, name)
+        self._check(owner, name)
         self._bytes -= len(self._found.pop((owner, name)))
+
+    def _check(self, owner: str, name: str) -> None:
+        if (owner, name) not in self._found:
+            raise ApiError(404, f"no response {name[:100]!r} is stored: it was deleted, made way for later ones, or "
+                           "the server was started since; send the whole conversation", code="response_not_found")
 
     def before(self, owner: str, name: Any) -> list[Json]:
         """The items of a conversation up to the response of that name and with it; [] for None."""

@@ -281,7 +281,7 @@ def _from_files(
         generation = files.generation_config()
         made = _engine(runner, tokenizer, config, generation, files.name, card, files)
         made.encoder = None if source is None else encoder_of(config, source, runner, files.place, generation)
-        return _of_source(_sees(made, config, files), generation)
+        return _of_source(_with_senses(made, config, files), generation)
     if files.encodes:
         raise _on_modules(config)
     with naming(lambda: (f"the model {files.name!r} in {dtype}", _SMALLER)):
@@ -293,10 +293,10 @@ def _from_files(
     if not isinstance(engine.runner, HFRunner):
         engine.model = None  # its packed weights are a copy
     engine.unpacked = engine.unpacked or runner
-    return _sees(engine, config, files)
+    return _with_senses(engine, config, files)
 
 
-def _sees(engine: Engine, config: Any, files: Checkpoint) -> Engine:
+def _with_senses(engine: Engine, config: Any, files: Checkpoint) -> Engine:
     """Give an engine its model's encoder of pictures or sounds, which is read when the first one comes."""
     tokenizer = engine.tokenizer
     sight, engine.blind = files.sight(lambda: {} if tokenizer is None else tokenizer.get_vocab())

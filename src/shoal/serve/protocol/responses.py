@@ -243,7 +243,7 @@ class ResponseWire(PartsWire):
             "tools": [{"type": "function", "parameters": None, "strict": None, **tool["function"]}
                       for tool in chat["tools"] or ()],
             "tool_choice": chat["tool_choice"] if isinstance(chat["tool_choice"], str) else "auto",
-            "max_output_tokens": chat.get("max_completion_tokens"), 
+            "max_output_tokens": chat.get("max_completion_tokens"),
             "previous_response_id": given.get("previous_response_id"), "store": self._store is not None,
         }  # fmt: skip
 

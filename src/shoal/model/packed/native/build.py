@@ -24,7 +24,8 @@ _BASE = ("-std=gnu11", "-O3", "-fPIC", "-fno-math-errno", "-fopenmp", "-fno-asyn
 """C has no exceptions: without tables for unwinding a wheel is 20 KB smaller, and by the flags after that 35 KB."""
 _AVX512 = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vbmi2", "-mavx512vnni")
 _VECTORS = {
-    # The last one makes a wheel 27 KB smaller; on AVX-512 it costs 1 to 2 % of a small model's step.
+    # The last one makes a wheel 23 KB smaller. With AMX it was not measured; on AVX-512, whose library goes without,
+    # as much costs up to 2 % of a small model's step (lab/reports/checkouts-flags-vectorised.json).
     "amx": (*_AVX512, "-mamx-tile", "-mamx-int8", "-mamx-bf16", "-fvect-cost-model=very-cheap"),
     "avx512": _AVX512,
     "avx2": ("-march=x86-64-v3",),
