@@ -42,7 +42,7 @@ from shoal.engine.session import Session
 from shoal.errors import OutOfMemory, Unsupported, stays_here
 from shoal.methods import make
 from shoal.methods.base import check_distances, check_order, lost_kind
-from shoal.model.encoder import Encoder
+from shoal.model.encoders.encoder import Encoder
 from shoal.model.hearing import Hearing
 from shoal.model.kv.cache import KVCache
 from shoal.model.layers.pictures import Pictures

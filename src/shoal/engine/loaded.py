@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from shoal.decode.recipe import Recipe
 from shoal.decode.running_sequence import RunningSequence
 from shoal.engine.request import Request
-from shoal.model.encoder import Encoder
+from shoal.model.encoders.encoder import Encoder
 from shoal.model.hearing import Hearing
 from shoal.model.kv.cache import KVCache
 from shoal.model.runner import ModelRunner

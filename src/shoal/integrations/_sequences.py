@@ -23,7 +23,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from shoal import compat
 from shoal.decode.sequence import SequenceState
 from shoal.errors import Unsupported
-from shoal.model.encoder import Encoder
+from shoal.model.encoders.encoder import Encoder
 from shoal.model.layers.cross_attention import Encoded
 
 _NEUTRAL = ("use_cache", "logits_to_keep")

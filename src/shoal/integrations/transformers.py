@@ -33,7 +33,7 @@ from shoal.integrations._sequences import Ending, Record, SequenceProcessors
 from shoal.integrations.generation_config import check
 from shoal.methods import make
 from shoal.methods.base import Method
-from shoal.model.encoder import reads_text
+from shoal.model.encoders.encoder import reads_text
 from shoal.model.layers.cross_attention import Encoded
 from shoal.types import Sampling
 

@@ -54,8 +54,7 @@ class NativeProduct(Linear):
 
     def __call__(self, x: Tensor) -> Tensor:
         """The product [n, rows]."""
-        parts = [native.matmul(part, self.held) for part in x.float().split(native.MAX_TOKENS)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return native.matmul(x, self.held)
 
     def lookup(self, ids: Tensor) -> Tensor:
         """Rows of the matrix, float32 [n, columns]."""

@@ -13,6 +13,8 @@ from encoder_decoders import END, LAYERS, START, VOCAB, likeliest, logits_of, mo
 from shoal.depth.plan import DepthPlan
 from shoal.engine.loading.checkpoint import Checkpoint
 from shoal.errors import Unsupported
+from shoal.model.encoders.encoder import Encoder, encoder_of
+from shoal.model.encoders.kernels import Product
 from shoal.model.gguf.header import read_header
 from shoal.model.gguf.tokenizer import tokenizer_of
 from shoal.model.packed import native
@@ -76,12 +78,15 @@ def write(path: Path, model: Any, kind: str = "F32", words: list[tuple[str, floa
     return model
 
 
-def in_torch(path: Path) -> PackedRunner:
-    """The decoder of a file without the kernels, which round inputs of matrices in 8 bits or fewer."""
+def in_torch(path: Path) -> tuple[PackedRunner, Encoder]:
+    """Decoder and encoder of a file without the kernels, which round inputs of matrices in 8 bits or fewer."""
     files = Checkpoint(str(path), None, False)
     source = files.weights()
     assert source is not None
-    return build(files.config(), source, torch.float32, torch.device("cpu"), kernels=False)
+    runner = build(files.config(), source, torch.float32, torch.device("cpu"), kernels=False)
+    encoder = encoder_of(files.config(), source, runner, files.place, files.generation_config())
+    assert encoder is not None
+    return runner, encoder
 
 
 @pytest.mark.parametrize("file_type", ["F32", "Q8_0", "Q4_0"])
@@ -93,21 +98,25 @@ def test_answers_are_those_of_transformers(kind: str, file_type: str, tmp_path: 
     assert engine.encoder is not None and engine.encoder.places is None and engine.runner.max_positions is None
     assert engine.encoder.text is not None and engine.encoder.text.start == START
     if native.available():
-        assert {native.as_packed(matrix).kind for matrix in engine.runner.weights.matrices()} == {  # type: ignore[attr-defined]
-            {"F32": "fp32", "Q8_0": "q8_0", "Q4_0": "q4_0"}[file_type]}
+        held = {native.as_packed(matrix).kind for matrix in engine.runner.weights.matrices()}  # type: ignore[attr-defined]
+        held |= {one.packed.kind for one in engine.encoder.module.modules() if isinstance(one, Product)}
+        assert held == {{"F32": "fp32", "Q8_0": "q8_0", "Q4_0": "q4_0"}[file_type]}
+    runner, encoder = (engine.runner, engine.encoder) if file_type == "F32" else in_torch(tmp_path / "t5.gguf")
     for source in SOURCES:
         if file_type == "F32":
             found = engine.generate(source, max_new_tokens=12, ignore_eos=True)
             assert list(found.tokens) == likeliest(model, source, 12)
-        runner = engine.runner if file_type == "F32" else in_torch(tmp_path / "t5.gguf")
         cache, text = runner.new_cache(1), [START, *range(20, 40)]
-        cache.attach(0, engine.encoder.read(source))
+        cache.attach(0, encoder.read(source))
         plan = DepthPlan.full(LAYERS)
         logits = runner.forward([SequenceChunk(0, text, [0] * len(text), plan, wanted=len(text))], cache)
         wanted = logits_of(model, source, text) * (model.config.d_model**0.5 if kind == "umt5" else 1.0)
         assert (logits - wanted).abs().max() < 1e-4 * wanted.abs().max()
         states = model.encoder(torch.tensor([source])).last_hidden_state
-        assert torch.allclose(engine.encoder.module(torch.tensor([source])).last_hidden_state, states, atol=1e-4)
+        assert torch.allclose(encoder.module(torch.tensor([source])).last_hidden_state, states, atol=1e-4)
+    for name, one in engine.encoder.module.named_modules():
+        if isinstance(one, Product):
+            assert torch.equal(one.packed.unpack(), model.encoder.get_submodule(name).weight)
 
 
 def test_words_are_those_of_transformers(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from shoal.engine.engine import Engine
 from shoal.engine.memory.footprint import weight_bytes
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.errors import Unsupported
+from shoal.model.encoders.kernels import packed_bytes
 from shoal.model.layers.cross_attention import Encoded, encoded
 from shoal.model.packed import native
 from shoal.model.packed.build import build
@@ -235,6 +236,6 @@ def test_memory_counts_an_encoder_and_the_sources_that_it_keeps() -> None:
     assert engine.encoder is not None and isinstance(engine.runner, PackedRunner)
     for seed in range(5):
         source = source_of(engine, seed)
-    weights = sum(one.nbytes for one in engine.encoder.module.parameters())
+    weights = packed_bytes(engine.encoder.module) + sum(one.nbytes for one in engine.encoder.module.parameters())
     assert engine.encoder.nbytes == weights + 3 * source.nbytes and len(engine.encoder._known) == 2
     assert weight_bytes(engine) == engine.runner.weights.nbytes + engine.encoder.nbytes

@@ -73,6 +73,21 @@ def test_a_token_does_not_depend_on_its_neighbours(kind: native.Kind) -> None:
         assert torch.equal(native.matmul(x[:tokens], packed), alone[:tokens])
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_more_tokens_than_a_forward_has_are_as_in_pieces(kind: native.Kind, threads: int) -> None:
+    packed, x, bias = native.pack(matrix(80, 300), kind), torch.randn(1000, 300), torch.randn(80)
+    pieces = torch.cat([native.matmul(part, packed) for part in x.split(250)])
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for tokens in (257, 512, 513, 1000):
+            assert torch.equal(native.matmul(x[:tokens], packed), pieces[:tokens])
+        assert torch.equal(native.matmul(x, packed, bias), pieces + bias)
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_threads_do_not_change_a_product(kind: native.Kind) -> None:
     packed, x = native.pack(matrix(200, 96), kind), torch.randn(3, 96)
@@ -175,9 +190,11 @@ def test_what_cannot_be_packed(weight: Tensor, kind: native.Kind, message: str) 
 
 def test_wrong_operands() -> None:
     packed = native.pack(matrix(8, 4), "fp32")
-    for x in (torch.ones(1, 5), torch.ones(4), torch.ones(257, 4), torch.ones(0, 4)):
+    for x in (torch.ones(1, 5), torch.ones(4), torch.ones(0, 4)):
         with pytest.raises(ValueError, match="it must be"):
             native.matmul(x, packed)
+    with pytest.raises(ValueError, match="bias"):
+        native.matmul(torch.ones(1, 4), packed, torch.ones(7))
     with pytest.raises(ValueError, match="paired"):
         native.matmul(torch.ones(1, 4), native.pack(matrix(8, 4), "fp32", paired=True))
     with pytest.raises(ValueError, match="even"):
@@ -185,12 +202,12 @@ def test_wrong_operands() -> None:
 
 
 def test_structures_have_the_size_that_the_library_expects() -> None:
-    sizes = (ctypes.c_int64 * 15)()
+    sizes = (ctypes.c_int64 * 16)()
     library.require().shoal_sizes(sizes)
     mirrors = (library.Weight, library.LayerStruct, library.Model, library.BatchStruct, library.Own,
                library.ChainStruct, library.ChoiceStruct, library.RecurrenceStruct, library.StepsStruct,
                library.ExpertsStruct, library.LatentStruct, library.ForesightStruct, library.AlternationStruct,
-               library.LowRankStruct, library.AdapterStruct)
+               library.LowRankStruct, library.AdapterStruct, library.SourceStruct)
     assert list(sizes) == [ctypes.sizeof(mirror) for mirror in mirrors]
 
 

@@ -21,7 +21,7 @@ from shoal.errors import LAB_INSTALL, Unsupported, told_by_transformers
 from shoal.hub.names import entry_of
 from shoal.hub.places import find
 from shoal.model.config import WIDTHS, check_sizes
-from shoal.model.encoder import ENCODERS
+from shoal.model.encoders.encoder import ENCODERS
 from shoal.model.gguf.encoder_decoders import ENCODER_DECODERS
 from shoal.model.gguf.header import is_gguf
 from shoal.model.gguf.mmproj import Sight

@@ -23,7 +23,7 @@ from shoal.engine.memory.footprint import weights_on_disk
 from shoal.engine.memory.memory_limit import MemoryLimit
 from shoal.errors import OutOfMemory, Unsupported
 from shoal.model.config import layers_of, masked_of, parallel_token
-from shoal.model.encoder import ENCODERS, encoder_of, encoding, reads_text
+from shoal.model.encoders.encoder import ENCODERS, encoder_of, encoding, reads_text
 from shoal.model.hearing import hearing_of
 from shoal.model.hf import HFRunner
 from shoal.model.packed import build as packed
@@ -280,7 +280,8 @@ def _from_files(
     if not isinstance(runner, str):
         generation = files.generation_config()
         made = _engine(runner, tokenizer, config, generation, files.name, card, files)
-        made.encoder = None if source is None else encoder_of(config, source, runner, files.place, generation)
+        made.encoder = None if source is None else encoder_of(
+            config, source, runner, files.place, generation, quant)
         return _of_source(_with_senses(made, config, files), generation)
     if files.encodes:
         raise _on_modules(config)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 Map = Callable[[Tensor], Tensor]
+Multiply = Callable[[Tensor, Any], Tensor]
 M = TypeVar("M", bound=Map)
 
 
@@ -68,10 +69,10 @@ class CrossAttention(Generic[M]):
     sum_norm_bias: Tensor | None = None
     out_norm: Tensor | None = None
 
-    def project(self, states: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    def project(self, states: Tensor, head_dim: int, multiply: Multiply) -> tuple[Tensor, Tensor]:
         """Keys and values [kv_heads, places, head_dim] of an encoder's states [places, hidden]."""
         sides = (self.keys, self.keys_bias), (self.values, self.values_bias)
-        keys, values = (_biased(matrix(states), bias).unflatten(1, (-1, head_dim)).transpose(0, 1).contiguous()
+        keys, values = (_biased(multiply(states, matrix), bias).unflatten(1, (-1, head_dim)).transpose(0, 1)
                         for matrix, bias in sides)
         return keys, values
 
@@ -80,11 +81,19 @@ def _biased(x: Tensor, bias: Tensor | None) -> Tensor:
     return x if bias is None else x + bias.to(x.dtype)
 
 
+def _called(states: Tensor, matrix: Map) -> Tensor:
+    return matrix(states)
+
+
 def encoded(
     layers: list[CrossAttention[M]], states: Tensor, head_dim: int, dtype: torch.dtype, name: str,
-    ids: tuple[int, ...] = (),
+    ids: tuple[int, ...] = (), multiply: Multiply = _called,
 ) -> Encoded:
-    """What the layers of a decoder read of an encoder's states [places, hidden], in `dtype`."""
-    sides = [layer.project(states.to(dtype), head_dim) for layer in layers]
-    keys, values = zip(*((keys.to(dtype), values.to(dtype)) for keys, values in sides), strict=True)
+    """What the layers of a decoder read of an encoder's states [places, hidden], in `dtype`.
+
+    `multiply` maps states and a matrix of a layer to their product.
+    """
+    sides = [layer.project(states.to(dtype), head_dim, multiply) for layer in layers]
+    keys, values = zip(*((keys.to(dtype).contiguous(), values.to(dtype).contiguous()) for keys, values in sides),
+                       strict=True)
     return Encoded(keys, values, name, ids)

@@ -15,7 +15,7 @@ import torch
 
 from shoal.errors import Unsupported
 from shoal.heap import available
-from shoal.model.encoder_decoder import EncoderDecoderSource
+from shoal.model.encoders.encoder_decoder import EncoderDecoderSource
 from shoal.model.gguf.blocks import Blocks
 from shoal.model.gguf.source import GgufSource
 from shoal.model.modules import quantised_by

@@ -299,8 +299,7 @@ class NativeRunner(PackedRunner):
 
     def _through_head(self, hidden: Tensor, head: native.PackedWeight, bias: Tensor | None) -> Tensor:
         normed = self.unrounded(hidden.float())
-        logits = torch.cat([native.matmul(part, head) for part in normed.split(LIMIT)])
-        return scaled_logits(logits, self.shape, bias)
+        return scaled_logits(native.matmul(normed, head), self.shape, bias)
 
     def _work(self, chunks: Sequence[SequenceChunk], hooked: bool = False) -> _Work:
         layers = chunks[0].plan.layers(chunks[0].steps[0])

@@ -20,6 +20,7 @@ from shoal.model.packed.native.batch import (
 )
 from shoal.model.packed.native.build import layout_version
 from shoal.model.packed.native.chain import ChainWish, NativeChain, Path
+from shoal.model.packed.native.encode import attend_all
 from shoal.model.packed.native.foresight import Foreseen, Foresight, scatter
 from shoal.model.packed.native.library import (
     LANES,
@@ -49,9 +50,10 @@ from shoal.model.packed.native.weights import (
 )
 
 __all__ = [
-    "ATTENTION", "Arena", "Aside", "ChainWish", "Foreseen", "Foresight", "KVBinding", "Kind", "LANES", "MAX_EXPERTS",
-    "MAX_HEAD_DIM", "MAX_NODES", "MAX_STREAMS", "MAX_TOKENS", "MLP", "Memory", "NativeAdapter", "NativeBatch",
-    "NativeChain", "NativeModel", "OWN", "OwnSlots", "PackedWeight", "Path", "STORE", "SlotChoice", "SlotLabels",
-    "as_packed", "available", "chain_ancestors", "kind_of_type", "layout_version", "matmul", "pack", "pack_blocks",
-    "packed_bytes", "put_adapters", "scatter", "share_inputs", "vector_set", "why_not",
+    "ATTENTION", "Arena", "Aside", "ChainWish", "Foreseen", "Foresight", "KVBinding", "Kind", "LANES",
+    "MAX_EXPERTS", "MAX_HEAD_DIM", "MAX_NODES", "MAX_STREAMS", "MAX_TOKENS", "MLP", "Memory", "NativeAdapter",
+    "NativeBatch", "NativeChain", "NativeModel", "OWN", "OwnSlots", "PackedWeight", "Path", "STORE", "SlotChoice",
+    "SlotLabels", "as_packed", "attend_all", "available", "chain_ancestors", "kind_of_type", "layout_version",
+    "matmul", "pack", "pack_blocks", "packed_bytes", "put_adapters", "scatter", "share_inputs", "vector_set",
+    "why_not",
 ]

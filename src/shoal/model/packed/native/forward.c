@@ -4,6 +4,7 @@
 
 #include "alternating.h"
 #include "chain.h"
+#include "encode.h"
 #include "experts.h"
 #include "gated_memory.h"
 #include "latent.h"
@@ -337,30 +338,62 @@ int shoal_steps(const ShoalModel *m, ShoalBatch *b, ShoalSteps *s, float *logits
 }
 
 /* Bytes of scratch memory of one thread, for shoal_matmul. */
-int64_t shoal_matmul_scratch(const ShoalWeight *w, int tokens) { return round_up(acts_bytes(tokens, w->depth) + 4 * SUMS, 128); }
+int64_t shoal_matmul_scratch(const ShoalWeight *w, int tokens) {
+    return round_up(acts_bytes(min_int(tokens, MAX_TOKENS), w->depth) + 4 * SUMS, 128);
+}
 
-/* out [tokens, rows] = x [tokens, cols] times the matrix transposed. */
-void shoal_matmul(const ShoalWeight *w, const float *x, int tokens, float *out, char *scratch, int threads) {
+/* Tokens first..last-1, on as many threads as the team has. */
+static void multiply_lines(Worker *w, const ShoalWeight *weight, const float *x, const float *bias, int first, int last, float *out) {
+    const Chosen c = {.count = last - first};
+    w->ready = &w->acts;
+    for (int t = first; t < last; t++)
+        prepare(&w->acts, weight, x + (int64_t)t * weight->cols, (Norm){0}, 0, t - first, last - first);
+    multiply_all(w, weight, &c, bias, finish_logits, out + (int64_t)first * weight->rows);
+}
+
+/* out [tokens, rows] = x [tokens, cols] times the matrix transposed, plus `bias` [rows] or NULL. Of more tokens than a forward has each
+   thread takes some. */
+void shoal_matmul(const ShoalWeight *w, const float *x, const float *bias, int tokens, float *out, char *scratch, int threads) {
     const int64_t own = shoal_matmul_scratch(w, tokens);
     const ShoalModel model = {.vocab = w->rows, .logit_scale = 1.0f};
     Team team = {.threads = threads};
-    Run r = {.m = &model, .team = &team};
+    const int rounds = (tokens + threads * MAX_TOKENS - 1) / (threads * MAX_TOKENS), pieces = tokens > MAX_TOKENS ? rounds * threads : 1;
 #pragma omp parallel num_threads(threads)
     {
-        Worker worker = {.run = &r, .id = omp_get_thread_num(), .threads = omp_get_num_threads()};
-        const Chosen c = {.count = tokens};
         const Squares found = found_squares();
-        worker.sums = (float *)(scratch + worker.id * own);
-        worker.acts = acts_at((char *)(worker.sums + SUMS), tokens, w->depth);
-        worker.ready = &worker.acts;
-        for (int t = 0; t < tokens; t++) prepare(&worker.acts, w, x + (int64_t)t * w->cols, (Norm){0}, 0, t, tokens);
-        multiply_all(&worker, w, &c, NULL, finish_logits, out);
+        const int id = omp_get_thread_num(), count = omp_get_num_threads();
+        Team alone = {.threads = 1};
+        Run r = {.m = &model, .team = pieces > 1 ? &alone : &team};
+        Worker worker = {.run = &r, .id = pieces > 1 ? 0 : id, .threads = pieces > 1 ? 1 : count};
+        worker.sums = (float *)(scratch + id * own);
+        worker.acts = acts_at((char *)(worker.sums + SUMS), min_int(tokens, MAX_TOKENS), w->depth);
+        for (int p = pieces > 1 ? id : 0; p < pieces; p += count) {
+            multiply_lines(&worker, w, x, bias, share(tokens, p, pieces), share(tokens, p + 1, pieces), out);
+            if (pieces > 1) meet(&alone, 0);
+        }
+        leave_squares(&found);
+    }
+}
+
+/* Bytes of scratch memory of one thread, for shoal_encode. */
+int64_t shoal_encode_scratch(const ShoalSource *s) { return round_up(encode_bytes(s->dim), 128); }
+
+void shoal_encode(const ShoalSource *s, char *scratch, int threads) {
+    const int blocks = (s->places + BLOCK_QUERIES - 1) / BLOCK_QUERIES;
+#pragma omp parallel num_threads(threads)
+    {
+        const Squares found = found_squares();
+        char *own = scratch + omp_get_thread_num() * shoal_encode_scratch(s);
+#pragma omp for schedule(dynamic)
+        for (int k = 0; k < blocks * s->heads; k++)
+            encode_block(s, k / blocks, share(s->places, k % blocks, blocks), share(s->places, k % blocks + 1, blocks), own);
         leave_squares(&found);
     }
 }
 
 /* Sizes of the structures, for the test that compares them with their mirrors in Python. */
-void shoal_sizes(int64_t sizes[15]) {
+void shoal_sizes(int64_t sizes[16]) {
+    sizes[15] = sizeof(ShoalSource);
     sizes[13] = sizeof(ShoalLowRank), sizes[14] = sizeof(ShoalAdapter);
     sizes[12] = sizeof(ShoalAlternation);
     sizes[11] = sizeof(ShoalForesight);

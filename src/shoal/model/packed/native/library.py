@@ -221,6 +221,15 @@ class ChainStruct(ctypes.Structure):
     ]
 
 
+class SourceStruct(ctypes.Structure):
+    """The places of a source, each of which attends to all."""
+
+    _fields_ = [
+        ("queries", c_void_p), ("keys", c_void_p), ("values", c_void_p), ("out", c_void_p), ("heads", c_int32),
+        ("places", c_int32), ("dim", c_int32), ("dtype", c_int32), ("scale", c_float),
+    ]
+
+
 class StepsStruct(ctypes.Structure):
     """Steps that follow the first one of a batch, of which `done` counts all."""
 
@@ -253,7 +262,9 @@ _SIGNATURES = {
     "shoal_recur": (None, [POINTER(RecurrenceStruct), c_void_p, c_int64, c_int, c_void_p, c_void_p, c_void_p, c_int64,
                            c_int]),
     "shoal_matmul_scratch": (c_int64, [POINTER(Weight), c_int]),
-    "shoal_matmul": (None, [POINTER(Weight), c_void_p, c_int, c_void_p, c_void_p, c_int]),
+    "shoal_matmul": (None, [POINTER(Weight), c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_int]),
+    "shoal_encode_scratch": (c_int64, [POINTER(SourceStruct)]),
+    "shoal_encode": (None, [POINTER(SourceStruct), c_void_p, c_int]),
 }
 
 

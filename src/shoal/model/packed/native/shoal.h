@@ -348,6 +348,15 @@ typedef struct {
     float least;              /* paths less likely than e^least are not continued */
 } ShoalChain;
 
+/* The places of a source, each of which attends to all, see encode.h. */
+typedef struct {
+    const float *queries;       /* [heads][places][dim] */
+    const void *keys, *values;  /* the same, in `dtype` */
+    float *out;                 /* [places][heads][dim] */
+    int32_t heads, places, dim, dtype;
+    float scale;                /* of scores */
+} ShoalSource;
+
 /* Steps that follow the first one of a batch. */
 typedef struct {
     const int32_t *ends; /* tokens after which no step follows */

@@ -20,7 +20,8 @@ from typing_extensions import override
 from shoal.model.gguf.blocks import Blocks, plain
 from shoal.model.gguf.header import GgmlType
 from shoal.model.packed.linear import Linear
-from shoal.model.packed.native.library import HUGE_PAGES, KINDS, MAX_TOKENS, PANEL_ROWS, Weight, require
+from shoal.model.packed.native.batch import address
+from shoal.model.packed.native.library import HUGE_PAGES, KINDS, PANEL_ROWS, Weight, require
 from shoal.model.packed.native.threads import MACHINE
 
 _HUGE = 1 << 21
@@ -278,22 +279,23 @@ def _room(kind: Kind, rows: int, cols: int, paired: bool, arena: Memory | None) 
     return PackedWeight(kind, rows, cols, data, arena.take(scale_bytes) if scale_bytes else None, paired)
 
 
-def matmul(x: Tensor, weight: PackedWeight) -> Tensor:
-    """`x @ weight.T` in float32 [tokens, rows] by the kernel that decoding uses, which may quantise activations.
+def matmul(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    """`x @ weight.T + bias` in float32 [tokens, rows] by the kernel that decoding uses, which may quantise activations.
 
     Args:
-        x: [tokens, cols], at most 256 tokens; float32 or bfloat16.
+        x: [tokens, cols], at least one token; float32 or bfloat16.
+        bias: float32 [rows], or None.
     """
-    if x.ndim != 2 or x.shape[1] != weight.columns or not 1 <= x.shape[0] <= MAX_TOKENS:
-        raise ValueError(f"x is {list(x.shape)}; it must be [1..{MAX_TOKENS}, {weight.columns}]")
+    if x.ndim != 2 or x.shape[1] != weight.columns or not len(x):
+        raise ValueError(f"x is {list(x.shape)}; it must be [1 or more, {weight.columns}]")
     if weight.paired:
         raise ValueError("a paired matrix is multiplied only inside the gated MLP; pack its halves one by one")
     library, threads, struct = require(), MACHINE.choose(), weight.struct()
-    source = x.float().contiguous()
+    source, added = x.float().contiguous(), None if bias is None else address("bias", bias, (weight.rows,))
     out = torch.empty(x.shape[0], weight.rows)
     scratch = torch.empty(threads * library.shoal_matmul_scratch(ctypes.byref(struct), x.shape[0]), dtype=torch.uint8)
     library.shoal_matmul(
-        ctypes.byref(struct), source.data_ptr(), x.shape[0], out.data_ptr(), scratch.data_ptr(), threads
+        ctypes.byref(struct), source.data_ptr(), added, x.shape[0], out.data_ptr(), scratch.data_ptr(), threads
     )
     return out
 

@@ -1,6 +1,7 @@
 """Encoders: what reads a source once, so that a decoder can attend to it.
 
-An encoder is the model's own module of transformers; what decoders read of its states is projected by their weights.
+An encoder is the model's own module of transformers, with its matrices on the kernels where the decoder runs there;
+what decoders read of its states is projected by their weights.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ import torch
 from torch import Tensor
 
 from shoal.errors import Unsupported
-from shoal.model.encoder_decoder import EncoderDecoderSource, vocabulary
+from shoal.model.encoders.encoder_decoder import EncoderDecoderSource, vocabulary
+from shoal.model.encoders.kernels import multiply, packed_bytes, packer, to_kernels
 from shoal.model.gguf.source import GgufSource
 from shoal.model.layers.cross_attention import Encoded, encoded
 from shoal.model.packed.classics import BART, READERS, T5
+from shoal.model.packed.linear import Quant
+from shoal.model.packed.native_runner import NativeRunner
 from shoal.model.packed.runner import PackedRunner
 from shoal.model.packed.source import Source
 
@@ -76,7 +80,7 @@ class Encoder:
     @property
     def nbytes(self) -> int:
         """Bytes of its weights, and of as many of the largest sources as are kept, with one under way."""
-        weights: int = sum(one.nbytes for one in self.module.parameters())
+        weights: int = packed_bytes(self.module) + sum(one.nbytes for one in self.module.parameters())
         place = sum(self._runner.kv_sizes[0][0] * sum(self._runner.kv_sizes[0][1:]) * self._runner.dtype.itemsize
                     for layer in self._runner.weights.layers if layer.cross is not None)
         return weights + (_KEPT + 1) * (self.places or _USUAL) * place
@@ -117,7 +121,7 @@ class Encoder:
     def project(self, states: Tensor, name: str, ids: tuple[int, ...] = ()) -> Encoded:
         """What the decoder reads of states [places, hidden] of the module; `name` and `ids` as of `Encoded`."""
         layers = [layer.cross for layer in self._runner.weights.layers if layer.cross is not None]
-        return encoded(layers, states, self._runner.shape.head_dim, self._runner.dtype, name, ids)
+        return encoded(layers, states, self._runner.shape.head_dim, self._runner.dtype, name, ids, multiply)
 
 
 def reads_text(config: Any) -> bool:
@@ -145,9 +149,14 @@ def text_source(config: Any, generation_config: Any) -> TextSource | None:
 
 
 def encoder_of(
-    config: Any, source: Source, runner: Any, place: str, generation_config: Any = None
+    config: Any, source: Source, runner: Any, place: str, generation_config: Any = None, quant: Quant | None = None
 ) -> Encoder | None:
-    """The encoder of a model by its weights, in float32; None for a model without one.
+    """The encoder of a model by its weights; None for a model without one.
+
+    It computes in float32. On the kernels its matrices are packed as the decoder's are.
+
+    Args:
+        quant: how matrices are quantised; None keeps them in the runner's dtype, or as a file's blocks.
 
     Raises:
         Unsupported: a tensor is missing or does not fit.
@@ -180,6 +189,8 @@ def encoder_of(
     module.load_state_dict(state, assign=True)
     if hasattr(module, _ROTARY):  # whose tables are computed
         setattr(module, _ROTARY, type(module.rotary_emb)(module.config))
+    if isinstance(runner, NativeRunner):
+        to_kernels(module, start, packer(source, runner.dtype, quant))
     return encoding(module.to(runner.device).eval(), runner, place, config, generation_config)
 
 

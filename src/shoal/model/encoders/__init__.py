@@ -1,0 +1,1 @@
+"""Encoders beside decoders: what reads a source, its tensors by name, and its matrices on the kernels."""

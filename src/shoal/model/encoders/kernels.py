@@ -1,0 +1,141 @@
+"""An encoder's module of transformers with its matrices, and its attention, on the kernels.
+
+What is left to torch are norms, activations, convolutions and sums: a tenth of Whisper's encoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from shoal.model.gguf.source import GgufSource
+from shoal.model.packed import native
+from shoal.model.packed.linear import Quant
+from shoal.model.packed.native_runner import pack_for
+from shoal.model.packed.source import Source
+
+_ATTENTION = "shoal"
+"""The name of the kernels' attention in transformers."""
+_HALF_PRODUCTS = ("amx", "avx512")
+"""Vector sets that multiply bfloat16; others gain nothing over torch's attention."""
+_IN_PLACE: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({
+    **dict.fromkeys(("GELUActivation", "GELU"), torch.ops.aten.gelu_),
+    **dict.fromkeys(("NewGELUActivation", "GELUTanh", "PytorchGELUTanh"),
+                    partial(torch.ops.aten.gelu_, approximate="tanh")),
+    "ReLU": torch.relu_,
+})
+"""Activations of feed-forwards by the names of their classes. What they read is a new tensor; to get another one takes
+longer than to fill it."""
+PackMatrix = Callable[[str, Tensor], native.PackedWeight]
+"""Maps the name and the numbers of a matrix, float32 [rows, columns], to the packed one."""
+
+
+class Product(torch.nn.Module):
+    """A linear layer on the kernels.
+
+    Args:
+        packed: its matrix.
+        bias: float32 [rows], or None.
+    """
+
+    weight = None
+    """T5's modules look here for a dtype."""
+
+    def __init__(self, packed: native.PackedWeight, bias: Tensor | None) -> None:
+        super().__init__()
+        self.packed, self.bias = packed, bias
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x [..., columns] to float32 [..., rows]."""
+        found: Tensor = native.matmul(x.flatten(0, -2), self.packed, self.bias).unflatten(0, x.shape[:-1])
+        return found
+
+
+class InPlace(torch.nn.Module):
+    """An activation that writes over what it reads."""
+
+    def __init__(self, activation: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._activation = activation
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x to itself."""
+        return self._activation(x)
+
+
+def packer(source: Source, dtype: torch.dtype, quant: Quant | None) -> PackMatrix:
+    """How a decoder of the same weights packs its matrices: as the file's blocks, quantised, or in `dtype`."""
+    arena = native.Arena()
+
+    def pack(name: str, weight: Tensor) -> native.PackedWeight:
+        if quant is None and isinstance(source, GgufSource):
+            return native.pack_blocks(source.blocks(name), arena=arena)
+        return pack_for(weight.to(dtype), "matrix", quant, arena, halves=True)
+
+    return pack
+
+
+def to_kernels(module: Any, start: str, pack: PackMatrix) -> None:
+    """Pack all matrices of linear layers, and let bfloat16 or coarser ones attend in bfloat16, where that is faster.
+
+    Args:
+        module: an encoder in float32 on the CPU; it is changed.
+        start: what the names of its tensors begin with.
+    """
+    coarse = False
+    for name, one in [*module.named_modules()]:
+        if isinstance(one, torch.nn.Linear):
+            packed = pack(f"{start}{name}.weight", one.weight)
+            coarse |= packed.kind not in ("fp32", "fp16")
+            module.set_submodule(name, Product(packed, one.bias))
+        elif type(one).__name__ in _IN_PLACE:
+            module.set_submodule(name, InPlace(_IN_PLACE[type(one).__name__]))
+    if coarse and native.vector_set() in _HALF_PRODUCTS and module.config._attn_implementation == "sdpa":
+        module.config._attn_implementation = _registered()
+
+
+def packed_bytes(module: torch.nn.Module) -> int:
+    """Bytes of the matrices that `to_kernels` has packed."""
+    return sum(one.packed.nbytes for one in module.modules() if isinstance(one, Product))
+
+
+def multiply(x: Tensor, matrix: Any) -> Tensor:
+    """The product [T, rows] of x [T, columns] with a packed matrix, by the kernels if it is packed for them."""
+    found: Tensor = native.matmul(x, matrix) if isinstance(matrix, native.PackedWeight) else matrix(x)
+    return found
+
+
+def _registered() -> str:
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+    AttentionInterface.register(_ATTENTION, _attend)
+    AttentionMaskInterface.register(_ATTENTION, sdpa_mask)
+    return _ATTENTION
+
+
+def _attend(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """Attention in bfloat16 where every place of one source reads all; else that of torch. Arguments are transformers'.
+
+    Args:
+        query, key, value: [1, heads, places, dim].
+    """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    scale, dim = options.get("scaling"), query.shape[-1]
+    whole = attention_mask is None and not getattr(module, "is_causal", True) and key.shape == query.shape
+    if not whole or len(query) > 1 or scale is None or dim % 2 or dim > native.MAX_HEAD_DIM:
+        found: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        return found
+    keys, values = (one[0].to(torch.bfloat16).contiguous() for one in (key, value))
+    return native.attend_all(query[0].float().contiguous(), keys, values, scale)[None], None

@@ -1,0 +1,119 @@
+"""Encoders whose matrices and attention are on the kernels, against the same numbers in torch."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shoal
+from encoder_decoders import model_of
+from shoal.engine.engine import Engine
+from shoal.model.encoders.kernels import InPlace, Product
+from shoal.model.packed import native
+from whispers import features, whisper, write
+
+pytestmark = pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.why_not()}")
+
+HALVES = native.available() and native.vector_set() in ("avx512", "amx")
+"""Whether this processor multiplies bfloat16."""
+FORMS: list[tuple[dict[str, Any], str, float]] = [
+    ({}, "fp32", 1e-5), ({"dtype": "bfloat16"}, "bf16", 2e-2), ({"quant": "int8"}, "int8", 5e-2),
+    ({"quant": "int4"}, "int4", 5e-2)]
+"""How a model is loaded, the kind of its matrices, and how far states may be from those of its own numbers in torch."""
+
+
+@cache
+def home() -> TemporaryDirectory[str]:
+    return TemporaryDirectory()
+
+
+@cache
+def model() -> Any:
+    return whisper(max_source_positions=90, encoder_layers=2, d_model=64, encoder_ffn_dim=96)
+
+
+@cache
+def files() -> Path:
+    return write(Path(home().name) / "files", model())
+
+
+def engine_of(options: dict[str, Any]) -> Engine:
+    return shoal.load(files(), **options)
+
+
+def products(engine: Engine) -> dict[str, Product]:
+    assert engine.encoder is not None
+    return {name: one for name, one in engine.encoder.module.named_modules() if isinstance(one, Product)}
+
+
+def in_torch(engine: Engine) -> Any:
+    """The encoder of transformers with the numbers of the packed matrices."""
+    found = whisper(max_source_positions=90, encoder_layers=2, d_model=64, encoder_ffn_dim=96).get_encoder()
+    for name, one in products(engine).items():
+        found.get_submodule(name).weight.data = one.packed.unpack()
+    return found
+
+
+def states(module: Any, sound: Tensor) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = module(sound[None]).last_hidden_state[0]
+    return found
+
+
+@pytest.mark.parametrize("options, kind, most", FORMS, ids=[form[1] for form in FORMS])
+def test_states_are_those_of_the_same_numbers_in_torch(options: dict[str, Any], kind: str, most: float) -> None:
+    engine = engine_of(options)
+    assert engine.encoder is not None
+    assert len(products(engine)) == 12 and {one.packed.kind for one in products(engine).values()} == {kind}
+    sound = features(4, frames=180)
+    found, wanted = states(engine.encoder.module, sound), states(in_torch(engine), sound)
+    assert (found - wanted).norm() < most * wanted.norm()
+    assert torch.equal(found, states(engine.encoder.module, sound))
+
+
+@pytest.mark.parametrize("options, kind, most", FORMS, ids=[form[1] for form in FORMS])
+def test_what_is_rounded_anyway_attends_in_halves(
+    options: dict[str, Any], kind: str, most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, attend = [], native.attend_all
+    monkeypatch.setattr(native, "attend_all", lambda *args: (calls.append(args[1].dtype), attend(*args))[1])
+    engine = engine_of(options)
+    assert engine.encoder is not None
+    states(engine.encoder.module, features(4, frames=180))
+    assert calls == [torch.bfloat16] * (2 if HALVES and kind != "fp32" else 0)
+
+
+def test_memory_is_counted_as_packed() -> None:
+    bytes_of = {}
+    for options, kind, _ in FORMS:
+        engine = engine_of(options)
+        assert engine.encoder is not None
+        bytes_of[kind] = engine.encoder.nbytes
+        bare = sum(one.packed.data.numel() for one in products(engine).values())
+        assert bytes_of[kind] > bare
+    assert bytes_of["fp32"] > bytes_of["bf16"] and bytes_of["fp32"] > bytes_of["int8"] > bytes_of["int4"]
+
+
+def test_activations_write_over_new_tensors_alone() -> None:
+    """Those behind matrices; convolutions keep their own."""
+    engine = engine_of({})
+    assert engine.encoder is not None
+    assert sum(isinstance(one, InPlace) for one in engine.encoder.module.modules()) == 2
+    sound = features(4, frames=180)
+    before = sound.clone()
+    states(engine.encoder.module, sound)
+    assert torch.equal(sound, before)
+
+
+@pytest.mark.parametrize("kind", ["bart", "t5"])
+def test_a_loaded_model_keeps_its_own_encoder(kind: str) -> None:
+    own = model_of(kind)
+    engine = shoal.load(own)
+    assert engine.encoder is not None and not products(engine)
+    assert any(isinstance(one, torch.nn.Linear) for one in own.get_encoder().modules())
