@@ -40,6 +40,10 @@ def test_every_form_says_the_same(
     assert one["text"] == "".join(part["text"] for part in one["segments"]).strip() != ""
     assert {**report["files"][1], "seconds": 0} == {**one, "seconds": 0}
 
+    assert main(["transcribe", "--json", "--word-timestamps", "--model", model, sound]) == 0
+    timed = json.loads(capsys.readouterr().out)["files"][0]
+    assert timed["words"] and {**timed, "seconds": 0} == {**one, "seconds": 0, "words": timed["words"]}
+
     assert main(["transcribe", "--model", model, sound]) == 0
     captured = capsys.readouterr()
     assert captured.out == "".join(f"{part['text'].strip()}\n" for part in one["segments"])
@@ -82,6 +86,7 @@ def test_a_chat_says_what_the_model_is_for(model: str, capsys: pytest.CaptureFix
 
 @pytest.mark.parametrize(("words", "told"), [
     (["nothing.wav"], "there is no file 'nothing.wav'"),
+    (["--word-timestamps", "nothing.wav"], "--word-timestamps shows nothing without --json"),
     (["--without-timestamps", "--srt", "nothing.wav"], "--without-timestamps leaves nothing to show"),
     (["--temperature", "-1", "nothing.wav"], "temperatures are (-1.0,); they must be one or more numbers >= 0"),
 ])

@@ -58,6 +58,9 @@ def test_the_official_client_is_answered(server: Running, said: str) -> None:
                    timestamp_granularities=["segment"])
     assert (whole.text, whole.language, whole.duration) == (said, "en", 1.5)
     assert "".join(one.text for one in whole.segments).strip() == said
+    words = create(model=MODEL, file=("x.wav", SOUND), response_format="verbose_json", timestamp_granularities=["word"])
+    assert words.text == said and words.segments is None
+    assert words.words and all(0 <= one.start <= one.end <= 1.5 for one in words.words)
     assert create(model=MODEL, file=("x.wav", SOUND), response_format="text") == f"{said}\n"
     assert create(model=MODEL, file=("x.wav", SOUND), response_format="vtt").startswith("WEBVTT\n\n00:00:")
     assert create(model=MODEL, file=("x.wav", SOUND), response_format="srt").startswith("1\n00:00:")
@@ -78,7 +81,9 @@ def test_fields_may_be_missing_and_unknown_ones_are_named(server: Running, said:
     ({"temperature": "1.5"}, "temperature: Input should be less than or equal to 1"),
     ({"stream": "perhaps"}, "stream is 'perhaps'; it must be true or false"),
     ({"response_format": "diarized_json"}, "response_format: Input should be"),
-    ({"timestamp_granularities[]": "word"}, "timestamp_granularities.0: Input should be 'segment'"),
+    ({"timestamp_granularities[]": "line"}, "timestamp_granularities.0: Input should be 'segment' or 'word'"),
+    ({"timestamp_granularities[]": "word"}, "timestamp_granularities asks for words"),
+    ({"timestamp_granularities[]": "word", "response_format": "verbose_json", "stream": "true"}, "without stream"),
     ({"include[]": "logprobs"}, "log-probabilities of transcripts are not returned"),
     ({"known_speaker_names[]": "Ann"}, "speakers are not told apart"),
 ])

@@ -51,6 +51,7 @@ def add_arguments(parser: Parser) -> None:
     form.add_argument("--timestamps", action="store_true", help="a line for each segment, with its times")
     form.add_argument("--srt", action="store_true", help="SubRip subtitles")
     form.add_argument("--vtt", action="store_true", help="WebVTT subtitles")
+    out.add_argument("--word-timestamps", action="store_true", help="with --json: when each word was spoken")
     common.add_method(parser)
     common.add_model(parser)
     common.add_memory(parser)
@@ -66,11 +67,13 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("which model? Give --model with a folder or a Hub id, such as openai/whisper-base")
     if args.without_timestamps and (args.timestamps or args.srt or args.vtt):
         raise ValueError("--without-timestamps leaves nothing to show; leave it out, or --timestamps, --srt and --vtt")
+    if args.word_timestamps and not args.json:
+        raise ValueError("--word-timestamps shows nothing without --json; add it")
     from shoal.speech.transcribe import FALLBACK, Transcriber, Wish
 
     wish = Wish(args.language, args.task, not args.without_timestamps, args.prompt,
                 tuple(args.temperature or FALLBACK), silent=args.no_speech_threshold, goes_on=not args.no_context,
-                method=args.method)
+                method=args.method, word_times=args.word_timestamps)
     _check(args.files)
     transcriber = Transcriber(common.load_engine(args, chats=False))
     transcriber.check(wish)
@@ -110,7 +113,8 @@ def _file(args: argparse.Namespace, path: Path, transcriber: Transcriber, wish: 
         print(f"{seconds:.1f} s of audio in {took:.1f} s, {seconds / took:.1f} times as fast as it was spoken",
               file=sys.stderr)
     return {"file": str(path), "seconds": round(took, 3),
-            **subtitles.report(found, course.language or "en", seconds, wish.task)}
+            **subtitles.report(found, course.language or "en", seconds, wish.task,
+                               ("segment", "word") if wish.word_times else ("segment",))}
 
 
 def _shown(args: argparse.Namespace, segments: Iterator[Segment], audio: Audio) -> Iterator[Segment]:

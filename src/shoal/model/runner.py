@@ -88,6 +88,8 @@ class SequenceChunk:
         mutual: whether the nodes of a chain also see those after them, as in a masked block.
         vectors: [n, D], inputs of the first layer for the last n tokens, which have no ids and get no logits; or None.
         experts: which groups of MLP neurons each token runs; None for the whole MLPs.
+        cross_hook: sees each layer and the queries [n, heads, head_dim] with which the tokens attend to a source; None
+            for a chunk that the kernels may run.
     """
 
     seq: int
@@ -102,11 +104,13 @@ class SequenceChunk:
     mutual: bool = False
     vectors: Tensor | None = None
     experts: ExpertChoice | None = None
+    cross_hook: Callable[[int, Tensor], None] | None = None
 
     @property
     def bare(self) -> bool:
         """Whether it is tokens and nothing else: all see what they would in plain decoding, and run whole MLPs."""
-        return not self.mutual and self.query_hook is None and self.vectors is None and self.experts is None
+        hooked = self.query_hook is not None or self.cross_hook is not None
+        return not self.mutual and not hooked and self.vectors is None and self.experts is None
 
     @property
     def is_step(self) -> bool:

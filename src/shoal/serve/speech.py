@@ -16,9 +16,10 @@ from typing import Any, BinaryIO, Literal
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException
+from typing_extensions import Self
 
 from shoal.audio import RATE, Audio
 from shoal.engine.engine import Engine
@@ -46,8 +47,15 @@ class SpeechBody(BaseModel):
     prompt: str = ""
     response_format: Literal["json", "text", "srt", "verbose_json", "vtt"] = "json"
     temperature: float = Field(default=0.0, ge=0.0, le=1.0)
-    timestamp_granularities: list[Literal["segment"]] = Field(default_factory=list)
+    timestamp_granularities: list[Literal["segment", "word"]] = Field(default_factory=list)
     stream: bool = False
+
+    @model_validator(mode="after")
+    def _shows_times(self) -> Self:
+        if "word" in self.timestamp_granularities and (self.response_format != "verbose_json" or self.stream):
+            raise ValueError("timestamp_granularities asks for words; they are in response_format \"verbose_json\" "
+                             "alone, without stream")
+        return self
 
 
 _UNREAD: Mapping[str, Unread] = {
@@ -113,7 +121,7 @@ class SpeechRoutes:
         """The file and how it is to be heard; ApiError 400 for what the model does not do."""
         body, hot = asked.body, asked.body.temperature
         wish = Wish(None if task == "translate" else body.language, task, prompt=body.prompt,
-                    temperatures=(hot,) if hot else FALLBACK)
+                    temperatures=(hot,) if hot else FALLBACK, word_times="word" in body.timestamp_granularities)
         try:
             self._transcriber.check(wish)
         except ValueError as error:
@@ -164,7 +172,8 @@ class SpeechRoutes:
         if form == "text":
             return PlainTextResponse(subtitles.text(segments) + "\n", headers={**headers})
         if form == "verbose_json":
-            found = subtitles.report(segments, language, heard.seconds, heard.wish.task)
+            parts = body.timestamp_granularities or ("segment",)
+            found = subtitles.report(segments, language, heard.seconds, heard.wish.task, parts)
             return JSONResponse({**found, "usage": heard.usage}, headers={**headers})
         return JSONResponse({"text": subtitles.text(segments), "usage": heard.usage}, headers={**headers})
 

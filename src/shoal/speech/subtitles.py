@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -22,11 +22,18 @@ def fields(segment: Segment, number: int) -> dict[str, Any]:
             "no_speech_prob": segment.no_speech_prob}
 
 
-def report(segments: Iterable[Segment], language: str, seconds: float, task: str) -> dict[str, Any]:
-    """A whole transcript as OpenAI's `verbose_json`."""
+def report(
+    segments: Iterable[Segment], language: str, seconds: float, task: str, parts: Collection[str] = ("segment",)
+) -> dict[str, Any]:
+    """A whole transcript as OpenAI's `verbose_json`, with its parts: "segment", "word", or both."""
     kept = list(segments)
-    return {"task": task, "language": language, "duration": round(seconds, 3), "text": text(kept),
-            "segments": [fields(one, number) for number, one in enumerate(kept)]}
+    found: dict[str, Any] = {"task": task, "language": language, "duration": round(seconds, 3), "text": text(kept)}
+    if "segment" in parts:
+        found["segments"] = [fields(one, number) for number, one in enumerate(kept)]
+    if "word" in parts:
+        found["words"] = [{"word": word.text.strip(), "start": word.start, "end": word.end,
+                           "probability": round(word.probability, 4)} for one in kept for word in one.spoken]
+    return found
 
 
 def subrip(segments: Iterable[Segment]) -> str:

@@ -22,6 +22,7 @@ from shoal.errors import Unsupported
 from shoal.model.layers.cross_attention import Encoded
 from shoal.model.runner import SequenceChunk
 from shoal.speech.listening import SECONDS, STEP, Features, Listening, Times
+from shoal.speech.words import Aligner, Word, placed
 
 TASKS = ("transcribe", "translate")
 FALLBACK = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
@@ -52,6 +53,7 @@ class Wish:
             in any case; 1 leaves out nothing.
         goes_on: whether what was said before is the context of a window.
         method: how the decoder runs, as of `shoal.Engine.generate`.
+        word_times: whether it is found when each word was spoken, by one more forward for each window.
 
     Raises:
         ValueError: one of them is impossible.
@@ -67,6 +69,7 @@ class Wish:
     silent: float = 0.6
     goes_on: bool = True
     method: Any = "full"
+    word_times: bool = False
 
     def __post_init__(self) -> None:
         if self.task not in TASKS:
@@ -88,6 +91,7 @@ class Segment:
         avg_logprob: mean log-probability of the window's tokens.
         compression_ratio: of the window's text.
         no_speech_prob: the model's probability that nobody speaks in the window.
+        spoken: its words, each with its time, if that was asked for.
     """
 
     start: float
@@ -99,6 +103,7 @@ class Segment:
     avg_logprob: float
     compression_ratio: float
     no_speech_prob: float
+    spoken: tuple[Word, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -130,6 +135,7 @@ class Transcriber:
                               "Use a Whisper model, such as openai/whisper-base")
         self._engine, self._encoder, self._features = engine, engine.encoder, Features(engine.encoder.place)
         self._own = Listening.of(engine.tokenizer, engine.runner.vocab_size)
+        self._aligner = Aligner(engine, self._own)
         most = engine.runner.max_positions
         assert most is not None
         self._most, self._context = most, most // 2 - 1
@@ -175,10 +181,19 @@ class Transcriber:
         found, moved = [self._segment(heard, heard.tokens, start, start + seconds)], seconds
         if wish.timed:
             found, moved = self._cut(heard, start, seconds)
+        if wish.word_times:
+            found = self._with_words(found, source, course, seconds)
         course.at += round((moved if moved >= STEP else seconds) * RATE)
         said = [*course.said, *(token for token in heard.tokens if token < self._own.first_time)]
         course.said = said[-self._context :] if wish.goes_on and heard.temperature <= _HOT else []
         return [one for one in found if one.text.strip()]
+
+    def _with_words(
+        self, segments: list[Segment], source: Encoded, course: Transcript, seconds: float
+    ) -> list[Segment]:
+        tokens = [token for one in segments for token in one.tokens if token < self._own.end]
+        spoken = self._aligner.align(source, tokens, course.language, course.wish.task, course.at / RATE, seconds)
+        return placed(segments, spoken, self._own.end)
 
     def _hear(self, source: Encoded, course: Transcript, first: Tensor, silence: float) -> _Heard:
         """The window's answer at the first temperature at which it is good, else that of the last one."""

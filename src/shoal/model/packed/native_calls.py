@@ -124,7 +124,9 @@ def _runs_native(chunk: SequenceChunk, extra: Sequence[KVLayer]) -> bool:
         return False
     if not chunk.bare:
         cut = len(chunk.tokens) > LIMIT and not (chunk.vectors is None and chunk.experts is None)
-        if chunk.mutual or cut or not (chunk.experts is None or chunk.experts.mlps.native):
+        if chunk.mutual or chunk.cross_hook is not None or cut:
+            return False
+        if not (chunk.experts is None or chunk.experts.mlps.native):
             return False
     return all(_readable(store, chunk.seq) for store in extra)
 

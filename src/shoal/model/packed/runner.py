@@ -392,6 +392,8 @@ class _Pass:
 
     def _cross_seq(self, layer: int, chunk: SequenceChunk, q: Tensor) -> Tensor:
         source = encoded_of(chunk, self.cache)
+        if chunk.cross_hook is not None:
+            chunk.cross_hook(layer, q)
         keys, values = (side[layer][None].to(q.dtype) for side in (source.keys, source.values))
         queries = q.transpose(0, 1)[None]
         return block.scaled_attention(queries, keys, values, self.runner.shape, None)[0].transpose(0, 1)
