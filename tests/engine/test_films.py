@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import films
+import mmproj_files
 import seers
 import shoal
 from film_oracle import told_of
@@ -276,3 +277,23 @@ def test_marks_in_a_text_are_refused() -> None:
     engine, _ = made("qwen3_vl")
     with pytest.raises(ValueError, match=r"has <\|video_pad\|> 2 times, which stands for a film, and 1 films"):
         read_chat(engine, films.asked("<|video_pad|>", CLIPS[0]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gguf_file_sees_films_as_the_same_weights_in_safetensors_do(kind: str, tmp_path: Path) -> None:
+    """By the settings that published models have, since such files say nothing of films."""
+    model, processor = mmproj_files.write(tmp_path, kind, "F32")
+    model.save_pretrained(tmp_path / "other")
+    processor.save_pretrained(tmp_path / "other")
+    usual = FILMS[kind].usual
+    (tmp_path / "other" / "video_preprocessor_config.json").write_text(json.dumps({
+        "size": {"shortest_edge": usual.least, "longest_edge": usual.most},
+        "image_mean": processor.pictures.image_mean, "image_std": processor.pictures.image_std}))
+    found = []
+    for place in (tmp_path / "model.gguf", tmp_path / "other"):
+        engine = shoal.load(str(place), dtype="float32")
+        ids, pictures = read_chat(engine, films.asked("See ", films.noisy(8, 2), ". What?"))
+        assert pictures is not None
+        found.append((ids, seers.logits_of(engine, ids, pictures, 1000)))
+    assert found[0][0] == found[1][0]
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=0, atol=1e-5)

@@ -76,7 +76,7 @@ class FilmKind:
     """How a model type sees films.
 
     Attributes:
-        usual: settings.
+        usual: settings, as published models have them.
         seen: of a film, settings and how many frames are seen as one: their numbers.
         size: of a film, settings, how many frames are seen, how many as one, and pixels of a token's side: height and
             width.
@@ -151,7 +151,7 @@ FILMS: Mapping[str, FilmKind] = MappingProxyType({
     "qwen2_vl": _QWEN2,
     "qwen2_5_vl": _QWEN2,
     "qwen3_vl": FilmKind(
-        FilmSettings(128 * 32 * 32, 768 * 32 * 32, max_video_tokens=768, colours=_HALF), _seen_to_last, _size_of_all,
+        FilmSettings(4 * 32 * 32, 24_576 * 32 * 32, max_video_tokens=768, colours=_HALF), _seen_to_last, _size_of_all,
         f"(?:{re.escape(_START)})?{re.escape(_PAD)}(?:{re.escape(_END)})?", apart=True),
 })
 """Model types whose films Shoal reads."""
