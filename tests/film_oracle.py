@@ -20,7 +20,7 @@ _STAND_IN = '''
 """Stands in for torchvision."""
 import enum
 import torch
-__version__ = "0.30.0"
+__version__ = "0.26.0"
 class InterpolationMode(enum.Enum):
     NEAREST = "nearest"
     NEAREST_EXACT = "nearest-exact"
@@ -51,13 +51,13 @@ def told_of(folder: Path, asked: list[dict[str, Any]]) -> list[dict[str, Any]]:
         asked: of each the model type (`kind`), settings, `frames` uint8 [T, H, W, 3], `rate`, and `text`.
 
     Returns:
-        Of each its `frames_indices`, `pixel_values_videos`, `video_grid_thw`, `second_per_grid_ts` for Qwen2.5-VL,
-        and the text that stands for it.
+        Of each its `frames_indices`, what its processor makes of frames, for Qwen2.5-VL also `second_per_grid_ts`, and
+        the text that stands for it.
     """
     packages = folder / "packages"
-    package, named = packages / "torchvision", packages / "torchvision-0.30.0.dist-info"
+    package, named = packages / "torchvision", packages / "torchvision-0.26.0.dist-info"
     named.mkdir(parents=True)
-    (named / "METADATA").write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.30.0\n")
+    (named / "METADATA").write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.26.0\n")
     for module in ("", *_MODULES):
         place = package.joinpath(*module.split(".")) / "__init__.py"
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -79,6 +79,8 @@ def _told(one: dict[str, Any]) -> dict[str, Any]:
         "qwen2_vl": ("Qwen2VLVideoProcessor", "Qwen2VLProcessor"),
         "qwen2_5_vl": ("Qwen2VLVideoProcessor", "Qwen2_5_VLProcessor"),
         "qwen3_vl": ("Qwen3VLVideoProcessor", "Qwen3VLProcessor"),
+        "smolvlm": ("SmolVLMVideoProcessor", "SmolVLMProcessor"),
+        "internvl": ("InternVLVideoProcessor", "InternVLProcessor"),
     }[one["kind"]]
     count, height, width, _ = one["frames"].shape
     metadata = VideoMetadata(total_num_frames=count, fps=one["rate"], duration=count / one["rate"], width=width,
@@ -90,10 +92,18 @@ def _told(one: dict[str, Any]) -> dict[str, Any]:
     writer = kind.__new__(kind)  # whose words need a tokenizer, and no more of it than these
     writer.video_processor, writer.video_token = videos, "<|video_pad|>"
     writer.vision_start_token, writer.vision_end_token = "<|vision_start|>", "<|vision_end|>"
-    (shown,), text = made["video_metadata"], writer.replace_video_token(made, 0)
-    return {"frames_indices": [*map(int, shown.frames_indices)][: len(shown.frames_indices)],
-            "pixel_values_videos": made["pixel_values_videos"], "video_grid_thw": made["video_grid_thw"],
-            "second_per_grid_ts": torch.tensor([videos.temporal_patch_size / shown.sampled_fps]), "text": text}
+    writer.fake_image_token, writer.global_image_token = "<fake_token_around_image>", "<global-img>"
+    writer.start_image_token, writer.end_image_token = "<img>", "</img>"
+    writer.image_token = {"internvl": "<IMG_CONTEXT>"}.get(one["kind"], "<image>")
+    writer.image_seq_len = writer.image_seq_length = 4
+    if one["kind"] == "smolvlm":  # whose package of numbers in words may not be installed
+        words = {1: "one", 2: "two", 3: "three", 4: "four", 5: "five", 6: "six", 21: "twenty-one"}
+        sys.modules[kind.__module__].num2words = words.__getitem__  # type: ignore[attr-defined]
+    text = writer.replace_video_token(made, 0)
+    (shown,) = made.pop("video_metadata")
+    pace = getattr(videos, "temporal_patch_size", 1) / shown.sampled_fps
+    return {**made, "frames_indices": [*map(int, shown.frames_indices)], "text": text,
+            "second_per_grid_ts": torch.tensor([pace])}
 
 
 if __name__ == "__main__":

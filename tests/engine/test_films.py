@@ -21,18 +21,28 @@ from folders import lasting
 from shared_models import STORIES, model_path
 from shoal.engine.chats import read_chat
 from shoal.engine.film_files import FilmFile
-from shoal.engine.films import FILMS, ShownFilms
+from shoal.engine.films import FILMS, FilmSettings, ShownFilms, _in_words
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.errors import Unsupported
 from shoal.model.packed.runner import PackedRunner
 from shoal.model.runner import ModelRunner
-from shoal.model.vision import _patches
 
-KINDS = tuple(FILMS)
+KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+STILLS = ("smolvlm", "internvl")
+"""Types that see films as pictures one after the other."""
 SETTINGS = {"patch_size": 8, "merge_size": 2, "temporal_patch_size": 2, "fps": 2, "min_frames": 4, "max_frames": 12,
             "size": {"shortest_edge": 256, "longest_edge": 4096}, "image_mean": [0.4, 0.5, 0.6],
             "image_std": [0.2, 0.25, 0.3], "cap_pixels_per_frame": True, "max_video_tokens": 24}
+OF_STILLS = {
+    "smolvlm": {"video_sampling": {"fps": 1, "max_frames": 5, "video_size": {"longest_edge": 64}},
+                "max_image_size": {"longest_edge": 32}},
+    "internvl": {"size": {"height": 32, "width": 32}, "num_frames": 3}}
 LONG = films.noisy(3, 61, 56, 40, rate=10)
+
+
+def settings_of(kind: str) -> dict[str, Any]:
+    return SETTINGS if kind in KINDS else {**OF_STILLS[kind], "image_mean": [0.4, 0.5, 0.6],
+                                           "image_std": [0.2, 0.25, 0.3]}
 
 
 @cache
@@ -40,7 +50,7 @@ def made(kind: str) -> tuple[shoal.Engine, Any]:
     """An engine of a checkpoint, and transformers' model."""
     folder = lasting("seer")
     model, _ = seers.write(folder, kind)
-    (folder / "video_preprocessor_config.json").write_text(json.dumps(SETTINGS))
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(settings_of(kind)))
     return shoal.load(str(folder), dtype="float32"), model
 
 
@@ -61,9 +71,9 @@ CLIPS = (films.noisy(1), films.noisy(2, 9, 64, 24), LONG, films.noisy(4, 3, 32, 
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
-    asked = [(kind, number) for kind in KINDS for number in range(len(CLIPS))]
+    asked = [(kind, number) for kind in (*KINDS, *STILLS) for number in range(len(CLIPS))]
     found = told_of(tmp_path_factory.mktemp("oracle"), [
-        {"kind": kind, "settings": SETTINGS, "frames": films.frames_of(CLIPS[number]),
+        {"kind": kind, "settings": settings_of(kind), "frames": films.frames_of(CLIPS[number]),
          "rate": FilmFile(CLIPS[number], "film").rate} for kind, number in asked])
     return Told(dict(zip(asked, found, strict=True)))
 
@@ -75,9 +85,9 @@ def test_frames_are_those_of_transformers(kind: str, clip: int, told: Told) -> N
     assert engine.vision is not None
     (wanted,), shown = told.of(kind, CLIPS[clip]), ShownFilms(engine.vision, engine.tokenizer, [CLIPS[clip]], None)
     (film,) = shown.films
-    assert film._seen == wanted["frames_indices"][: len(film._seen)] and film.text == wanted["text"]
-    sight, inputs = engine.vision.sight, film.inputs
-    steps = [_patches(step, inputs["colours"], sight.patch_size, 2) for step in inputs["frames"].split(2)]
+    assert film.seen == wanted["frames_indices"][: len(film.seen)] and film.text == wanted["text"]
+    inputs = film.inputs
+    steps = [engine.vision._prepared(step, inputs["colours"]) for step in inputs["frames"].split(2)]
     patches = torch.cat([one["pixel_values"] for one in steps])
     torch.testing.assert_close(patches, wanted["pixel_values_videos"], rtol=0, atol=1e-5)
     assert [len(steps), *steps[0]["image_grid_thw"][0, 1:].tolist()] == wanted["video_grid_thw"][0].tolist()
@@ -297,3 +307,49 @@ def test_a_gguf_file_sees_films_as_the_same_weights_in_safetensors_do(kind: str,
         found.append((ids, seers.logits_of(engine, ids, pictures, 1000)))
     assert found[0][0] == found[1][0]
     torch.testing.assert_close(found[0][1], found[1][1], rtol=0, atol=1e-5)
+
+
+def still_engine(kind: str, tmp_path: Path) -> tuple[shoal.Engine, Any]:
+    """An engine of a type that sees films as pictures, and transformers' model."""
+    if kind == "smolvlm":
+        return made(kind)
+    model, _ = mmproj_files.write(tmp_path, kind, "F32")
+    return shoal.load(str(tmp_path / "model.gguf"), dtype="float32"), model
+
+
+@pytest.mark.parametrize("clip", range(len(CLIPS)))
+@pytest.mark.parametrize("kind", STILLS)
+def test_stills_are_those_of_transformers(
+    kind: str, clip: int, told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one type of safetensors, the other, whose processor needs torchvision, of a GGUF file."""
+    (engine, model), (wanted,) = still_engine(kind, tmp_path), told.of(kind, CLIPS[clip])
+    assert engine.vision is not None
+    settings = FilmSettings.of(settings_of(kind), FILMS[kind].usual)
+    monkeypatch.setattr("shoal.engine.films._settings", lambda vision, _: settings)
+    branch = "{% elif part['type'] == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
+    for known in (branch.replace("<|vision_start|><|video_pad|><|vision_end|>", "<video>"), ""):
+        template = seers.TEMPLATE.replace(branch, known).replace("PICTURE", "<image>")
+        monkeypatch.setattr(engine.tokenizer, "chat_template", template)
+        ids, pictures = read_chat(engine, films.asked("See ", CLIPS[clip], ". What?"))
+        text = f"<s>[user]See {wanted['text']}. What?[assistant]"
+        assert ids == engine.tokenizer(text, add_special_tokens=False)["input_ids"]
+    frames = wanted["pixel_values" if kind == "smolvlm" else "pixel_values_videos"]
+    seen = ({"pixel_values": frames, "pixel_attention_mask": wanted["pixel_attention_mask"]} if kind == "smolvlm" else
+            {"pixel_values": frames[0]})
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([ids]), **seen).logits[0]
+    assert pictures is not None and len(pictures.pictures) == len(wanted["frames_indices"])
+    torch.testing.assert_close(seers.logits_of(engine, ids, pictures, 7), logits, rtol=0, atol=1e-5)
+
+
+def test_pictures_beside_stills_are_refused() -> None:
+    engine, _ = made("smolvlm")
+    with pytest.raises(Unsupported, match="pictures and films in one conversation .* Send one of both"):
+        read_chat(engine, films.asked(seers.picture(1), CLIPS[0]))
+
+
+def test_numbers_stand_in_words() -> None:
+    """As SmolVLM learned how many frames there are."""
+    assert [*map(_in_words, (1, 13, 20, 21, 40, 64, 99))] == [
+        "one", "thirteen", "twenty", "twenty-one", "forty", "sixty-four", "ninety-nine"]

@@ -91,17 +91,29 @@ def _text(messages: Sequence[Mapping[str, Any]], tokenizer: Any, shown: _Media, 
     template = str(tokenizer.chat_template or "")
     if not template:
         raise ValueError("a prompt of messages needs a chat template, and this model has none")
-    form = _parts if shown.known_by in template else partial(_joined, mark=shown.mark)
+    form = partial(_parts, template=template, mark=shown.mark) if shown.known_by in template else partial(
+        _joined, mark=shown.mark)
     text = chat_text(messages, lambda told, **how: rendered(tokenizer, form(told), **how), **options)
     check_text(text, "the conversation")
     return text
 
 
-def _parts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages whose content is a list of parts, as templates of models that see take it."""
-    contents = [message.get("content") for message in messages]
-    return [{**message, "content": content if isinstance(content, list) else [{"type": "text", "text": content or ""}]}
-            for message, content in zip(messages, contents, strict=True)]
+def _parts(
+    messages: Sequence[Mapping[str, Any]], template: str, mark: Callable[[int], str]
+) -> list[dict[str, Any]]:
+    """Messages whose content is a list of parts, as templates of models that see take it.
+
+    A template that knows no films is given their marks as texts.
+    """
+    made, number = list[dict[str, Any]](), count()
+    for message in messages:
+        content = message.get("content")
+        parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+        marks = [None if part["type"] == "text" else mark(next(number)) for part in parts]
+        made.append({**message, "content": [
+            {"type": "text", "text": told} if part["type"] == "video" and "video" not in template else part
+            for part, told in zip(parts, marks, strict=True)]})
+    return made
 
 
 def _joined(messages: Sequence[Mapping[str, Any]], mark: Callable[[int], str]) -> list[dict[str, Any]]:

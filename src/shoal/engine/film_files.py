@@ -75,8 +75,8 @@ class FilmFile:
         """Of all frames."""
         return int(self.count * self.width * self.height)
 
-    def frames(self, wanted: Sequence[int], height: int, width: int) -> Tensor:
-        """Frames by their numbers, which ascend, resized: uint8 [wanted, 3, height, width].
+    def frames(self, wanted: Sequence[int], *sizes: tuple[int, int]) -> Tensor:
+        """Frames by their numbers, which ascend, brought to sizes one after the other: uint8 [wanted, 3, H, W].
 
         A frame that the file counts and does not show is as the one before it. They are resized as torchvision does,
         and so transformers' video processors.
@@ -88,7 +88,7 @@ class FilmFile:
         with self._opened() as (container, stream):
             for number, frame in enumerate(self._decoded(container, stream)):
                 if number == wanted[len(made)]:
-                    one = _resized(frame, height, width)
+                    one = _resized(frame, sizes)
                     made += [one] * sum(place == number for place in wanted)
                 if len(made) == len(wanted):
                     break
@@ -153,9 +153,10 @@ def all_opened(files: Sequence[bytes]) -> list[FilmFile]:
     return found
 
 
-def _resized(frame: Any, height: int, width: int) -> Tensor:
-    """A frame upright, in RGB, uint8 [3, height, width]."""
+def _resized(frame: Any, sizes: Sequence[tuple[int, int]]) -> Tensor:
+    """A frame upright, in RGB, uint8 [3, height, width], brought to sizes one after the other."""
     whole = torch.from_numpy(frame.to_ndarray(format="rgb24")).permute(2, 0, 1)
-    upright = whole.rot90(frame.rotation // 90, (1, 2)).contiguous()
-    made: Tensor = interpolate(upright[None], size=(height, width), mode="bicubic", antialias=True)[0]
-    return made
+    made: Tensor = whole.rot90(frame.rotation // 90, (1, 2)).contiguous()[None]
+    for size in sizes:
+        made = interpolate(made, size=size, mode="bicubic", antialias=True)
+    return made[0]

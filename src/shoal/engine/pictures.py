@@ -8,7 +8,7 @@ from typing import Any
 
 from shoal.engine.data_urls import bytes_of
 from shoal.engine.film_files import MOST_BYTES as MOST_FILM_BYTES
-from shoal.engine.films import FILMS, ShownFilms
+from shoal.engine.films import ShownFilms, film_kind
 from shoal.engine.loaded import LoadedModel
 from shoal.engine.picture_files import MOST_BYTES, all_decoded
 from shoal.engine.picture_processors import Written, patches, processor_of
@@ -39,15 +39,16 @@ class ShownPictures:
                                     for kind, url in shown if kind == "image"])
         films = [bytes_of(url, "film", "video/mp4", MOST_FILM_BYTES) for kind, url in shown if kind == "video"]
         self._films = ShownFilms(vision, tokenizer, films, context) if films else None
+        if self._films is not None and self._images and not self._films.kind.token:
+            raise Unsupported("pictures and films in one conversation with this model",
+                              "its processor takes the frames of films for pictures", "Send one of both")
         place = vision.place
         self._prepare = _processor(place) if isinstance(place, str) else processor_of(place, tokenizer)
         self.chat_template: str | None = getattr(self._prepare, "chat_template", None)
 
     def mark(self, number: int) -> str:
         """What stands for a picture or a film in a text that the processor reads."""
-        if self._films is not None and self._kinds[number] == "video":
-            return self._films.mark
-        return self._image_mark
+        return self._image_mark if self._films is None or self._kinds[number] != "video" else self._films.kind.mark
 
     @property
     def _image_mark(self) -> str:
@@ -90,7 +91,7 @@ def blind(engine: LoadedModel) -> Unsupported:
 
 def check_films(engine: LoadedModel) -> None:
     """Unsupported where the model sees no films."""
-    if engine.vision is None or engine.vision.model_type not in FILMS:
+    if engine.vision is None or film_kind(engine.vision) is None:
         what = blind(engine).why if engine.vision is None else "it sees pictures, one at a time"
         raise Unsupported(f"a film for {engine.model_name or 'this model'}", what,
                           "Leave films out, or use a model that sees them, such as Qwen2.5-VL or Qwen3-VL")

@@ -40,8 +40,10 @@ class Vision(Sense):
     ) -> None:
         token = config.image_token_id if hasattr(config, "image_token_id") else config.image_token_index
         super().__init__(load, runner, int(token))
-        self.place, self.model_type, self.sight = place, str(config.model_type), config.vision_config
+        self.place, self.model_type = place, str(config.model_type)
+        self.config, self.sight = config, config.vision_config
         self.mutual, self.merge = self.model_type in _MUTUAL, getattr(self.sight, "spatial_merge_size", 1)
+        self.together = int(getattr(self.sight, "temporal_patch_size", 1))
 
     @override
     def _read(self, inputs: Mapping[str, Tensor], name: str, turn: Turn) -> Picture:
@@ -58,13 +60,25 @@ class Vision(Sense):
     def _film(self, inputs: Mapping[str, Tensor], name: str, turn: Turn) -> Picture:
         """Of what `shoal.engine.films` prepares, a step in time after the other: none of them sees another."""
         found, made = list[tuple[Tensor, tuple[Tensor, ...]]](), dict[str, Tensor]()
-        for frames in inputs["frames"].split(self.sight.temporal_patch_size):
-            made = _patches(frames, inputs["colours"], self.sight.patch_size, self.merge)
+        for frames in inputs["frames"].split(self.together):
+            made = self._prepared(frames, inputs["colours"])
             with turn():
                 found.append(self._states(made))
         deeper = tuple(map(torch.cat, zip(*(deep for _, deep in found), strict=True)))
         return Picture(torch.cat([states for states, _ in found]), name, self.grid(made), deeper, int(inputs["token"]),
                        tuple(inputs["times"].tolist()), bool(inputs["apart"]))
+
+    def _prepared(self, frames: Tensor, colours: Tensor) -> dict[str, Tensor]:
+        """What the encoder reads of frames that are seen as one, uint8 [frames, 3, H, W].
+
+        Args:
+            colours: mean and deviation of each colour [2, 3], of values in 0..255.
+        """
+        mean, deviation = colours[:, None, :, None, None].float()
+        values = (frames.float() - mean) / deviation
+        if hasattr(self.sight, "spatial_merge_size"):
+            return _patches(values, self.sight.patch_size, self.merge)
+        return {"pixel_values": values} if self.model_type == "internvl" else {"pixel_values": values[None]}
 
     def grid(self, inputs: Mapping[str, Tensor]) -> tuple[int, int] | None:
         """Rows and columns of a picture's tokens, where these are turned by them."""
@@ -74,20 +88,17 @@ class Vision(Sense):
         return rows // self.merge, columns // self.merge
 
 
-def _patches(frames: Tensor, colours: Tensor, side: int, merge: int) -> dict[str, Tensor]:
+def _patches(values: Tensor, side: int, merge: int) -> dict[str, Tensor]:
     """What Qwen's encoders read of frames that are seen as one, as transformers' video processors make it.
 
     Args:
-        frames: uint8 [frames, 3, H, W].
-        colours: mean and deviation of each colour [2, 3], of values in 0..255.
+        values: [frames, 3, H, W].
         side: pixels of a patch's side.
         merge: patches of the side of a square whose patches stand side by side.
     """
-    rows, columns = (size // side for size in frames.shape[2:])
-    mean, deviation = colours[:, None, :, None, None].float()
-    values = ((frames.float() - mean) / deviation).view(
-        len(frames), 3, rows // merge, merge, side, columns // merge, merge, side)
-    patches = values.permute(2, 5, 3, 6, 1, 0, 4, 7).reshape(rows * columns, -1)
+    rows, columns = (size // side for size in values.shape[2:])
+    each = values.view(len(values), 3, rows // merge, merge, side, columns // merge, merge, side)
+    patches = each.permute(2, 5, 3, 6, 1, 0, 4, 7).reshape(rows * columns, -1)
     return {"pixel_values": patches, "image_grid_thw": torch.tensor([[1, rows, columns]])}
 
 
