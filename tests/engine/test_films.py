@@ -212,16 +212,18 @@ def test_a_session_goes_on_behind_a_film(kind: str) -> None:
 
 
 def test_equal_films_are_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many steps they have, and however many are kept."""
+    """However many steps they have; and decoded once."""
     engine, _ = made("qwen3_vl")
     assert engine.vision is not None
     asked_of, module = list[int](), engine.vision.module
     own = module.get_image_features
     monkeypatch.setattr(module, "get_image_features", lambda **given: asked_of.append(1) or own(**given))
     clip, before = films.noisy(77, 61, 56, 40, rate=10), engine.vision.nbytes
+    decoded, frames = list[int](), FilmFile.frames
+    monkeypatch.setattr(FilmFile, "frames", lambda film, *given: decoded.append(1) or frames(film, *given))
     for _ in range(3):
         read_chat(engine, films.asked(clip, "What?", clip))
-    assert len(asked_of) == 6  # twelve frames, two at a time
+    assert len(asked_of) == 6 and len(decoded) == 1  # twelve frames, two at a time
     assert engine.vision.nbytes > before
 
 

@@ -6,9 +6,11 @@ Frames are counted by their packets, which are not decoded for it: a header may 
 
 from __future__ import annotations
 
+import hashlib
 import io
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -64,6 +66,11 @@ class FilmFile:
                 raise ValueError(f"{name} has no frame that can be decoded. {_GIVE}")
             sides = first.height, first.width
             self.height, self.width = sides[::-1] if first.rotation % 180 else sides
+
+    @cached_property
+    def name(self) -> str:
+        """Tells it from others by its bytes."""
+        return hashlib.sha256(self._data).hexdigest()
 
     @property
     def seconds(self) -> float:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from shoal.engine.film_files import FilmFile, all_opened
 from shoal.errors import Unsupported, told_by_transformers
+from shoal.model.senses import Awaited
 from shoal.model.vision import Vision
 
 _START, _PAD, _END = "<|vision_start|>", "<|video_pad|>", "<|vision_end|>"
@@ -222,17 +223,17 @@ def _numbered(film: ShownFilm) -> str:
 
 _QWEN2 = FilmKind(FilmSettings(128 * 28 * 28, 768 * 28 * 28, max_video_tokens=128_000), _seen_from_first,
                   _size_of_frame, _bare, apart=False)
-_STILLS = {"mark": "<video>", "bare": "<video>", "token": ""}
+_stills = partial(FilmKind, mark="<video>", bare="<video>", token="")
 FILMS: Mapping[str, FilmKind] = MappingProxyType({
     "qwen2_vl": _QWEN2,
     "qwen2_5_vl": _QWEN2,
     "qwen3_vl": FilmKind(
         FilmSettings(4 * 32 * 32, 24_576 * 32 * 32, max_video_tokens=768, colours=_HALF), _seen_to_last, _size_of_all,
         _timed, bare=f"(?:{re.escape(_START)})?{re.escape(_PAD)}(?:{re.escape(_END)})?"),
-    "smolvlm": FilmKind(FilmSettings(1, 512, 1.0, max_frames=64, colours=_HALF), _seen_inside, _size_by_longer_side,
-                        _told_frame_by_frame, **_STILLS),
-    "internvl": FilmKind(FilmSettings(1, 1, max_frames=8, colours=_IMAGENET), _seen_in_the_middle, _size_of_film,
-                         _numbered, **_STILLS),
+    "smolvlm": _stills(FilmSettings(1, 512, 1.0, max_frames=64, colours=_HALF), _seen_inside, _size_by_longer_side,
+                       _told_frame_by_frame),
+    "internvl": _stills(FilmSettings(1, 1, max_frames=8, colours=_IMAGENET), _seen_in_the_middle, _size_of_film,
+                        _numbered),
 })
 """Model types whose films Shoal reads."""
 
@@ -283,6 +284,11 @@ class ShownFilm:
     def text(self) -> str:
         """What stands for it in a text."""
         return self._kind.text(self)
+
+    @property
+    def awaited(self) -> Awaited:
+        """What the encoder reads, which is decoded where no equal film is known."""
+        return Awaited(f"{self._film.name} {self.seen} {self._sizes} {self._told}", lambda: self.inputs)
 
     @property
     def inputs(self) -> Mapping[str, Tensor]:
@@ -352,11 +358,6 @@ class ShownFilms:
         if context is not None and (count := sum(film.count for film in self.films)) > context:
             raise ValueError(f"the conversation's films have {count} tokens, more than the model's context {context}; "
                              "send shorter or smaller ones")
-
-    @cached_property
-    def inputs(self) -> list[Mapping[str, Tensor]]:
-        """What the encoder reads of each."""
-        return [film.inputs for film in self.films]
 
     def written(self, text: str) -> str:
         """A text with films in place of their marks; ValueError where there are more or fewer of these."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from shoal.engine.loaded import LoadedModel
 from shoal.engine.picture_files import MOST_BYTES, all_decoded
 from shoal.engine.picture_processors import Written, patches, processor_of
 from shoal.errors import Unsupported, told_by_transformers
+from shoal.model.senses import Awaited
 from shoal.model.vision import Vision
 
 _REPEATS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
@@ -65,14 +66,14 @@ class ShownPictures:
         found: list[int] = made["input_ids"][0].tolist()
         return found
 
-    def inputs(self) -> list[Mapping[str, Any]]:
+    def inputs(self) -> list[Mapping[str, Any] | Awaited]:
         """What the encoder reads of each alone, so that it does not depend on those beside it."""
         with told_by_transformers("the model's processor of pictures"):
             made = [self._prepared(image) for image in self._images]
-        seen = iter([{key: one for key, one in found.items() if key not in _IDS and hasattr(one, "shape")}
-                     for found in made])
-        films = iter([] if self._films is None else self._films.inputs)
-        return [next(films if kind == "video" else seen) for kind in self._kinds]
+        seen: Iterator[Mapping[str, Any]] = iter(
+            [{key: one for key, one in found.items() if key not in _IDS and hasattr(one, "shape")} for found in made])
+        films = iter([] if self._films is None else [film.awaited for film in self._films.films])
+        return [next(films) if kind == "video" else next(seen) for kind in self._kinds]
 
     def _prepared(self, image: Any) -> Mapping[str, Any]:
         if isinstance(self._prepare, Written):

@@ -45,6 +45,19 @@ class EncoderParts:
     names: str
 
 
+@dataclass(frozen=True)
+class Awaited:
+    """Inputs that take long to make, and are made where they are not known yet.
+
+    Attributes:
+        name: tells them from others.
+        make: makes them.
+    """
+
+    name: str
+    make: Callable[[], Mapping[str, Tensor]]
+
+
 class Sense(ABC):
     """A model's encoder of pictures or sounds, and those that it has read last.
 
@@ -79,21 +92,18 @@ class Sense(ABC):
         return sum(one.nbytes for one in [*self._known.values()])
 
     @torch.no_grad()
-    def __call__(self, inputs: Mapping[str, Tensor], turn: Turn = nullcontext) -> Picture:
+    def __call__(self, inputs: Mapping[str, Tensor] | Awaited, turn: Turn = nullcontext) -> Picture:
         """Read a picture, a film or a sound, or find it among the last ones.
 
         Args:
             inputs: what the model's processor makes of one, such as `pixel_values`.
             turn: makes the lock that each forward of the encoder holds.
         """
-        digest = hashlib.sha256()
-        for key, one in sorted(inputs.items()):
-            digest.update(f"{key} {one.dtype} {list(one.shape)}".encode())
-            digest.update(one.contiguous().numpy().data)
-        name = digest.hexdigest()
+        name = inputs.name if isinstance(inputs, Awaited) else _named(inputs)
         with self._lock:  # of equal ones that come at once, the second waits
             if name not in self._known:
-                self._known[name] = self._read(inputs, name, turn)
+                made = inputs.make() if isinstance(inputs, Awaited) else inputs
+                self._known[name] = self._read(made, name, turn)
             self._known.move_to_end(name)
             found = self._known[name]
             while len(self._known) > _KEPT or (len(self._known) > 1 and self._kept_bytes() > _KEPT_BYTES):
@@ -108,6 +118,15 @@ class Sense(ABC):
     @abstractmethod
     def _read(self, inputs: Mapping[str, Tensor], name: str, turn: Turn) -> Picture:
         """What the encoder makes of inputs; `name` tells them from others."""
+
+
+def _named(inputs: Mapping[str, Tensor]) -> str:
+    """A name of inputs, the same for equal ones alone."""
+    digest = hashlib.sha256()
+    for key, one in sorted(inputs.items()):
+        digest.update(f"{key} {one.dtype} {list(one.shape)}".encode())
+        digest.update(one.contiguous().numpy().data)
+    return digest.hexdigest()
 
 
 def loader(
