@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+import struct
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -355,3 +358,35 @@ def test_numbers_stand_in_words() -> None:
     """As SmolVLM learned how many frames there are."""
     assert [*map(_in_words, (1, 13, 20, 21, 40, 64, 99))] == [
         "one", "thirteen", "twenty", "twenty-one", "forty", "sixty-four", "ninety-nine"]
+
+
+def test_a_film_is_turned_upright() -> None:
+    """By the matrix of its track, as players show it."""
+    frames = np.zeros((3, 48, 64, 3), np.uint8)
+    frames[:, :24, :32] = 255
+    data = films.film(frames)
+    matrix = data.index(b"tkhd") + 4 + 40  # behind version, times, numbers and volume (ISO/IEC 14496-12, 8.3.2)
+    turned = struct.pack(">9i", 0, 1 << 16, 0, -1 << 16, 0, 0, 0, 0, 1 << 30)  # by 90 degrees, clockwise
+    film = FilmFile(data[:matrix] + turned + data[matrix + 36 :], "film")
+    assert (film.width, film.height) == (48, 64)
+    seen = film.frames([1], (64, 48))[0, 0]
+    assert seen[5, 43] > 200 and max(seen[5, 5], seen[60, 5], seen[60, 43]) < 50
+
+
+def test_the_last_frame_stands_for_those_that_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    film = FilmFile(films.noisy(1), "film")
+    whole, decoded = film.frames([0, 5, 11], (32, 48)), FilmFile._decoded
+    monkeypatch.setattr(FilmFile, "_decoded", lambda *given: itertools.islice(decoded(*given), 6))
+    assert torch.equal(film.frames([0, 5, 11], (32, 48)), whole[[0, 1, 1]])
+    monkeypatch.setattr(FilmFile, "_decoded", lambda *given: iter(()))
+    with pytest.raises(ValueError, match="film breaks off before the first frame"):
+        film.frames([0], (32, 48))
+    with pytest.raises(ValueError, match="has no frame that can be decoded"):
+        FilmFile(films.noisy(1), "film")
+
+
+@pytest.mark.parametrize("wanted", [[0], [11], [0, 1, 2, 7], [3, 3, 4], list(range(12))])
+def test_frames_are_those_of_their_numbers(wanted: list[int]) -> None:
+    film, each = FilmFile(films.noisy(1), "film"), films.frames_of(films.noisy(1))
+    found = film.frames(wanted, (film.height, film.width))
+    assert torch.equal(found, torch.from_numpy(each[wanted]).permute(0, 3, 1, 2))

@@ -30,7 +30,7 @@ MOST_PIXELS = 16 << 20
 """Of a frame; 4K has 8 million."""
 MOST_DECODED = 16 << 30
 """Pixels of all frames of a conversation's films: of those that no model sees, most are decoded too."""
-_MOST_FRAMES = 1 << 20
+_MOST_FRAMES, _MOST_STREAMS = 1 << 20, 64
 _GIVE = "Give an MP4, MOV, WebM, MKV, AVI or Ogg file of H.264, HEVC, VP8, VP9, AV1, MPEG-4, MJPEG or Theora"
 
 
@@ -60,7 +60,7 @@ class FilmFile:
             rate = stream.average_rate or stream.guessed_rate or (self.count / long if long > 0 else 0)
             self.rate = float(rate) or 1.0
             self._within_time(max(self.seconds, long))
-            container.seek(0)
+        with self._opened() as (container, stream):  # again: not every file can be wound back
             first = next(self._decoded(container, stream), None)
             if first is None:
                 raise ValueError(f"{name} has no frame that can be decoded. {_GIVE}")
@@ -68,8 +68,8 @@ class FilmFile:
             self.height, self.width = sides[::-1] if first.rotation % 180 else sides
 
     @cached_property
-    def name(self) -> str:
-        """Tells it from others by its bytes."""
+    def digest(self) -> str:
+        """What tells it from others, by its bytes."""
         return hashlib.sha256(self._data).hexdigest()
 
     @property
@@ -106,17 +106,19 @@ class FilmFile:
     @contextmanager
     def _opened(self) -> Iterator[tuple[Any, Any]]:
         """The file's container and its stream of pictures."""
-        av, options = pyav("a film"), {"format_whitelist": FORMATS, "protocol_whitelist": "", "enable_drefs": "0",
-                                       "codec_whitelist": ",".join(_DECODERS)}
+        av, bound = pyav("a film"), {"max_pixels": str(4 * MOST_PIXELS)}  # for what headers hide
+        how = {"format_whitelist": FORMATS, "protocol_whitelist": "", "enable_drefs": "0",
+               "codec_whitelist": ",".join(_DECODERS)}
         try:
-            with av.open(io.BytesIO(self._data), mode="r", metadata_errors="ignore", options=options) as container:
+            with av.open(io.BytesIO(self._data), mode="r", metadata_errors="ignore", options=how,
+                         stream_options=[bound] * _MOST_STREAMS) as container:  # some of which FFmpeg tries to decode
                 covers = av.stream.Disposition.attached_pic  # of sounds
                 stream = next((one for one in container.streams.video if not one.disposition & covers), None)
                 if stream is None:
                     raise ValueError(f"{self._name} has no pictures that move. {_GIVE}")
                 if stream.codec_context is None or stream.codec_context.name not in _DECODERS:
                     raise ValueError(f"{self._name} is of a codec that is not read. {_GIVE}")
-                stream.codec_context.options = {"max_pixels": str(4 * MOST_PIXELS)}  # what a header hides
+                stream.codec_context.options = bound
                 yield container, stream
         except (av.error.FFmpegError, OSError) as error:
             why = getattr(error, "strerror", None) or error

@@ -288,7 +288,7 @@ class ShownFilm:
     @property
     def awaited(self) -> Awaited:
         """What the encoder reads, which is decoded where no equal film is known."""
-        return Awaited(f"{self._film.name} {self.seen} {self._sizes} {self._told}", lambda: self.inputs)
+        return Awaited(f"{self._film.digest} {self.seen} {self._sizes} {self._told}", lambda: self.inputs)
 
     @property
     def inputs(self) -> Mapping[str, Tensor]:
