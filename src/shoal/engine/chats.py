@@ -15,7 +15,7 @@ from shoal.engine.request import chat_ids, prompt_ids
 from shoal.engine.sounds import MOST_SECONDS, HeardSounds, deaf
 from shoal.errors import check_text
 from shoal.model.layers.pictures import Pictures
-from shoal.model.senses import Awaited, Sense
+from shoal.model.senses import LazyInputs, Sense
 from shoal.sandbox.template import rendered
 
 MOST = 64
@@ -32,7 +32,7 @@ class _Media(Protocol):
 
     def ids(self, text: str, specials: bool) -> list[int]: ...
 
-    def inputs(self) -> Sequence[Mapping[str, Any] | Awaited]: ...
+    def inputs(self) -> Sequence[Mapping[str, Any] | LazyInputs]: ...
 
 
 def read_chat(

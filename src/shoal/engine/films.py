@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shoal.engine.film_files import FilmFile, all_opened
 from shoal.errors import Unsupported, told_by_transformers
-from shoal.model.senses import Awaited
+from shoal.model.senses import LazyInputs
 from shoal.model.vision import Vision
 
 _START, _PAD, _END = "<|vision_start|>", "<|video_pad|>", "<|vision_end|>"
@@ -286,9 +286,9 @@ class ShownFilm:
         return self._kind.text(self)
 
     @property
-    def awaited(self) -> Awaited:
+    def awaited(self) -> LazyInputs:
         """What the encoder reads, which is decoded where no equal film is known."""
-        return Awaited(f"{self._film.digest} {self.seen} {self._sizes} {self._told}", lambda: self.inputs)
+        return LazyInputs(f"{self._film.digest} {self.seen} {self._sizes} {self._told}", lambda: self.inputs)
 
     @property
     def inputs(self) -> Mapping[str, Tensor]:

@@ -13,7 +13,7 @@ from shoal.engine.loaded import LoadedModel
 from shoal.engine.picture_files import MOST_BYTES, all_decoded
 from shoal.engine.picture_processors import Written, patches, processor_of
 from shoal.errors import Unsupported, told_by_transformers
-from shoal.model.senses import Awaited
+from shoal.model.senses import LazyInputs
 from shoal.model.vision import Vision
 
 _REPEATS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
@@ -66,7 +66,7 @@ class ShownPictures:
         found: list[int] = made["input_ids"][0].tolist()
         return found
 
-    def inputs(self) -> list[Mapping[str, Any] | Awaited]:
+    def inputs(self) -> list[Mapping[str, Any] | LazyInputs]:
         """What the encoder reads of each alone, so that it does not depend on those beside it."""
         with told_by_transformers("the model's processor of pictures"):
             made = [self._prepared(image) for image in self._images]

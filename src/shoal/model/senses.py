@@ -46,7 +46,7 @@ class EncoderParts:
 
 
 @dataclass(frozen=True)
-class Awaited:
+class LazyInputs:
     """Inputs that take long to make, and are made where they are not known yet.
 
     Attributes:
@@ -92,17 +92,17 @@ class Sense(ABC):
         return sum(one.nbytes for one in [*self._known.values()])
 
     @torch.no_grad()
-    def __call__(self, inputs: Mapping[str, Tensor] | Awaited, turn: Turn = nullcontext) -> Picture:
+    def __call__(self, inputs: Mapping[str, Tensor] | LazyInputs, turn: Turn = nullcontext) -> Picture:
         """Read a picture, a film or a sound, or find it among the last ones.
 
         Args:
             inputs: what the model's processor makes of one, such as `pixel_values`.
             turn: makes the lock that each forward of the encoder holds.
         """
-        name = inputs.name if isinstance(inputs, Awaited) else _named(inputs)
+        name = inputs.name if isinstance(inputs, LazyInputs) else _named(inputs)
         with self._lock:  # of equal ones that come at once, the second waits
             if name not in self._known:
-                made = inputs.make() if isinstance(inputs, Awaited) else inputs
+                made = inputs.make() if isinstance(inputs, LazyInputs) else inputs
                 self._known[name] = self._read(made, name, turn)
             self._known.move_to_end(name)
             found = self._known[name]
