@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers as hf
 
 import films
 import mmproj_files
@@ -74,6 +75,8 @@ CLIPS = (films.noisy(1), films.noisy(2, 9, 64, 24), LONG, films.noisy(4, 3, 32, 
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
+    if not hasattr(hf.Qwen2VLProcessor, "replace_video_token"):
+        pytest.skip("these processors of transformers neither cap pixels nor tell alone what stands for a film")
     asked = [(kind, number) for kind in (*KINDS, *STILLS) for number in range(len(CLIPS))]
     found = told_of(tmp_path_factory.mktemp("oracle"), [
         {"kind": kind, "settings": settings_of(kind), "frames": films.frames_of(CLIPS[number]),
