@@ -23,9 +23,10 @@ FILE = seers.file_of(IMAGE)
 
 @dataclass
 class Web:
-    """A server under way: its port, the paths it was asked for with their headers, and the bytes that it sent."""
+    """A server under way: its port, the paths it was asked for with their headers, the bytes that it sent, its film."""
 
     port: int = 0
+    film: bytes = b""
     asked: list[str] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     sent: int = 0
@@ -66,6 +67,10 @@ class _Handler(BaseHTTPRequestHandler):
     def on_cat_png(self, _: str) -> None:
         self._head(200, Content_Length=len(FILE))
         self._send(FILE)
+
+    def on_film_mp4(self, _: str) -> None:
+        self._head(200, Content_Length=len(self.web.film))
+        self._send(self.web.film)
 
     def on_page(self, _: str) -> None:
         self._head(200, Content_Type="image/png")

@@ -23,11 +23,12 @@ _FORMATS = "wav,flac,mp3,ogg,mov,matroska,webm,aac,aiff,caf,amr,au,w64,asf"
 _INSTALL = "Install it with: pip install 'shoal[speech]'"
 
 
-def _av() -> ModuleType:
+def pyav(what: str) -> ModuleType:
+    """PyAV; Unsupported where it is not installed, which names `what` it reads."""
     try:
         import av
     except ImportError:
-        raise Unsupported("an audio file", "PyAV, which reads it, is not installed", _INSTALL) from None
+        raise Unsupported(what, "PyAV, which reads it, is not installed", _INSTALL) from None
     return av
 
 
@@ -48,7 +49,7 @@ class Audio:
     """
 
     def __init__(self, file: BinaryIO, name: str, most: float | None = None) -> None:
-        self._av, self._name, self._most = _av(), name, most
+        self._av, self._name, self._most = pyav("an audio file"), name, most
         options = {"format_whitelist": _FORMATS, "protocol_whitelist": "", "enable_drefs": "0"}
         try:
             self._container: Any = self._av.open(file, mode="r", metadata_errors="ignore", options=options)

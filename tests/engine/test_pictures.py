@@ -245,7 +245,7 @@ def test_pictures_must_fit_the_prompt() -> None:
     ids, pictures = read_chat(engine, asked(seers.picture(1), "What?"))
     assert engine.vision is not None
     del ids[ids.index(engine.vision.token)]
-    with pytest.raises(ValueError, match="15 times for 1 pictures or sounds of 16 tokens"):
+    with pytest.raises(ValueError, match="15 times for 1 pictures, films or sounds of 16 tokens"):
         engine.generate(ids, source=pictures)
     with pytest.raises(ValueError, match="it may have 64"):
         read_chat(engine, asked(*[seers.picture(1)] * 65))

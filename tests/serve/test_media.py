@@ -131,7 +131,7 @@ def test_few_redirects_among_allowed_hosts_are_followed(site: Web) -> None:
 
 
 def test_bytes_of_all_pictures_of_a_conversation_are_bounded(site: Web) -> None:
-    urls = [site.url(f"/cat.png?{number}") for number in range(3)]
+    urls = [("image", site.url(f"/cat.png?{number}")) for number in range(3)]
     assert len(media._all(urls, HERE, 3 * len(FILE))) == 3
     with pytest.raises(ValueError, match="have more than .* MiB"):
         media._all(urls, HERE, 3 * len(FILE) - 1)

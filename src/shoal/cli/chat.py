@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli.console.files import attached, picture, place, sound, with_shown
+from shoal.cli.console.files import attached, film, picture, place, sound, with_shown
 from shoal.cli.console.lines import Lines
 from shoal.cli.options import bring, common, tool_servers
 from shoal.cli.options.parser import Parser
@@ -51,6 +51,7 @@ ABOUT = {
     "/load PATH": "continue a saved conversation, or any list of messages",
     "/audio PATH": "add a sound to the next message, where the model hears",
     "/image PATH": "add a picture to the next message, where the model sees; alone: list what is added",
+    "/video PATH": "add a film to the next message, where the model sees films",
     "/help": "show this",
     "/exit": "end the chat, as Ctrl-D does",
 }
@@ -143,6 +144,7 @@ class Talk:
             "/audio": self.audio, "/file": self.file, "/help": lambda _: print(help_text()), "/image": self.image,
             "/load": self.load, "/method": self.method, "/model": self.model, "/reset": lambda _: self.reset(),
             "/save": self.save, "/stats": self.stats, "/system": self.system, "/tools": lambda _: self.tools(),
+            "/video": self.video,
         }
         if word not in orders:
             raise ValueError(f"there is no {word}; there are {', '.join(COMMANDS)}. To send it to the model, put it "
@@ -238,6 +240,13 @@ class Talk:
         if path:
             found = place("/audio", path)
             self._shown[found.name] = sound(found, self._engine)
+        self._list_added()
+
+    def video(self, path: str) -> None:
+        """Add a film to the next message; without a path, say what is added."""
+        if path:
+            found = place("/video", path)
+            self._shown[found.name] = film(found, self._engine)
         self._list_added()
 
     def _list_added(self) -> None:
@@ -403,12 +412,12 @@ def _is_message(found: object) -> bool:
 
 
 def _are_parts(found: object) -> bool:
-    """Whether a message's content is texts, pictures and sounds, as `/save` writes them."""
+    """Whether a message's content is texts, pictures, films and sounds, as `/save` writes them."""
     return isinstance(found, list) and bool(found) and all(map(_is_part, found))
 
 
 def _is_part(found: object) -> bool:
-    if not isinstance(found, dict) or found.get("type") not in ("text", "image_url", "audio_url"):
+    if not isinstance(found, dict) or found.get("type") not in ("text", "image_url", "video_url", "audio_url"):
         return False
     shown = found.get(found["type"])
     text = shown if found["type"] == "text" else shown.get("url") if isinstance(shown, dict) else None

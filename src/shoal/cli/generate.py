@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli.console.files import picture, with_shown
+from shoal.cli.console.files import film, picture, with_shown
 from shoal.cli.options import common
 from shoal.cli.options.parser import Parser
 from shoal.cli.terminal import add_color, held_back, printer_of, summary
@@ -41,6 +41,8 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--file", metavar="F", type=Path, help="read the prompt from a file")
     parser.add_argument("--image", metavar="F", type=Path, action="append", default=[], help="a picture, which goes "
                         "before the prompt where the model sees; repeatable")
+    parser.add_argument("--video", metavar="F", type=Path, action="append", default=[], help="a film, likewise, behind "
+                        "pictures; repeatable")
     parser.add_argument("--raw", action="store_true", help="do not wrap the prompt in the tokenizer's chat template")
     common.add_method(parser)
     sampling = common.add_sampling(parser)
@@ -61,10 +63,11 @@ def run(args: argparse.Namespace) -> int:
     """Generate and print."""
     if args.logprobs is not None and not args.json:
         raise ValueError("--logprobs is shown in the JSON report only; add --json")
-    if args.image and args.raw:
-        raise ValueError("--image puts pictures into a chat, and --raw leaves the chat template out; give one of them")
-    if args.image and args.tensor_parallel:
-        raise Unsupported("--image with --tensor-parallel", "the processes share a model's layers, and not what reads "
+    given = "--image" if args.image else "--video" if args.video else ""
+    if given and args.raw:
+        raise ValueError(f"{given} goes into a chat, and --raw leaves the chat template out; give one of them")
+    if given and args.tensor_parallel:
+        raise Unsupported(f"{given} with --tensor-parallel", "the processes share a model's layers, and not what reads "
                           "pictures", "Use one process")
     if not args.tensor_parallel:
         return _run(args, read_prompt(args))
@@ -104,10 +107,10 @@ def _run(args: argparse.Namespace, prompt: str) -> int:
 
 
 def _asked(args: argparse.Namespace, engine: Engine, prompt: str) -> Any:
-    """The prompt's token ids; with pictures a conversation, which the engine reads."""
-    if not args.image:
+    """The prompt's token ids; with pictures or films a conversation, which the engine reads."""
+    if not args.image and not args.video:
         return common.encode(engine, prompt, args.raw)
-    urls = [picture(path, engine) for path in args.image]
+    urls = [*(picture(path, engine) for path in args.image), *(film(path, engine) for path in args.video)]
     return [{"role": "user", "content": with_shown(urls, prompt)}]
 
 

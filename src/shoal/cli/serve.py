@@ -91,7 +91,7 @@ def _add_limits(parser: Parser) -> None:
     group.add_argument("--max-pictures", metavar="BYTES", type=int, default=32 << 20, help="most bytes of a chat where "
                        "the model sees")
     group.add_argument("--allowed-media-domains", metavar="HOST,...", type=_domains, action="extend", default=[],
-                       help="hosts from which pictures are fetched that chats name by http address, such as "
+                       help="hosts from which pictures and films are fetched that chats name by http address, such as "
                        "upload.wikimedia.org, *.example.org, or * for the internet; by default none. Machines of the "
                        "own network must be listed by name")
     group.add_argument("--max-responses", metavar="BYTES", type=int, help="most bytes of stored responses, in memory; "

@@ -18,10 +18,11 @@ _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant"
 _CALLS = ("tool_calls", "function_call")
 _SAID = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _PICTURES, _SOUNDS = ("image_url", "input_image", "image"), ("input_audio", "audio_url")
-_BARE = {"image_url": "image", "audio_url": "audio"}
+_FILMS = ("video_url", "input_video", "video")
+_BARE = {"image_url": "image", "audio_url": "audio", "video_url": "video"}
 """The types of parts that hold them, and of what stands for these in templates."""
 _SHOWS = ("user", "tool", "function")
-"""Whose messages may hold pictures and sounds."""
+"""Whose messages may hold pictures, films and sounds."""
 _THOUGHT = {"thinking": "thinking", "reasoning": "text"}
 """Types of parts, and the key under which each has its text."""
 _REASONING = "reasoning_content"
@@ -78,19 +79,21 @@ class _Spoken:
         return {**made, **({"tool_calls": calls} if calls else {}), **thought}
 
     def _content(self, role: str, given: Mapping[str, Any]) -> str | list[Message]:
-        """Text; a list of its parts where pictures or sounds are among them."""
+        """Text; a list of its parts where pictures, films or sounds are among them."""
         content = given.get("content")
         if content in (None, []) and role in ("assistant", "tool", "function"):
             return ""
         parts = content if isinstance(content, list) and content else [content]
         kinds = [part.get("type") if isinstance(part, Mapping) else None for part in parts]
-        if not any(kind in (*_PICTURES, *_SOUNDS) for kind in kinds):
+        readers = {**dict.fromkeys(_PICTURES, self._picture), **dict.fromkeys(_SOUNDS, self._sound),
+                   **dict.fromkeys(_FILMS, self._film)}
+        if not any(kind in (*readers,) for kind in kinds):
             return "".join(map(self._text, parts))
         if role not in _SHOWS:
-            raise BadMessage(self._where, f".content holds a picture or sound, and its role is {role!r}; it must be "
-                             f"one of {', '.join(_SHOWS)}")
-        return [self._picture(part) if kind in _PICTURES else self._sound(part) if kind in _SOUNDS else
-                {"type": "text", "text": self._text(part)} for part, kind in zip(parts, kinds, strict=True)]
+            raise BadMessage(self._where, f".content holds a picture, film or sound, and its role is {role!r}; it must "
+                             f"be one of {', '.join(_SHOWS)}")
+        return [readers[kind](part) if kind in (*readers,) else {"type": "text", "text": self._text(part)}
+                for part, kind in zip(parts, kinds, strict=True)]
 
     def _picture(self, part: Mapping[str, Any]) -> Message:
         """A picture's part in OpenAI's form of chats."""
@@ -113,6 +116,19 @@ class _Spoken:
         self._ignore({*part, *fields} - {"type", kind, "url" if kind == "audio_url" else "data", "format"})
         url = found if kind == "audio_url" else f"data:audio/{fields.get('format') or 'wav'};base64,{found}"
         return {"type": "audio_url", "audio_url": {"url": url}}
+
+    def _film(self, part: Mapping[str, Any]) -> Message:
+        """A film's part in vLLM's form of chats; llama.cpp's `input_video` holds base64, Qwen's `video` a URL."""
+        given = next((part[key] for key in _FILMS if key in part), None)
+        fields = given if isinstance(given, Mapping) else {"url": given}
+        url, data = fields.get("url"), fields.get("data")
+        if not isinstance(url, str):
+            if not isinstance(data, str):
+                raise BadMessage(self._where, ".content holds a film without video_url, a data URL, or "
+                                 "input_video.data, a file in base64; frames alone are sent as pictures")
+            url = f"data:video/mp4;base64,{data}"
+        self._ignore({*part, *fields} - {"type", *_FILMS, "url", "data", "format"})
+        return {"type": "video_url", "video_url": {"url": url}}
 
     def _ignore(self, names: set[str]) -> None:
         for name in sorted(names):
@@ -189,7 +205,7 @@ class _Spoken:
 
 
 def shown_in(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[tuple[str, str]]]:
-    """Messages whose pictures and sounds are bare parts, as templates take them, and their types and URLs in order."""
+    """Messages with bare parts for what is shown, as templates take them, and its types and URLs in order."""
     told, shown = list[Mapping[str, Any]](), list[tuple[str, str]]()
     for message in messages:
         content = message.get("content")

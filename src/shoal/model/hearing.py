@@ -111,7 +111,7 @@ class Hearing(Sense):
     @override
     def _read(self, inputs: Mapping[str, Tensor], name: str, turn: Turn) -> Picture:
         """Of `input_features` [windows, mels, frames] and `input_features_mask` [windows, frames], one at a time."""
-        found = list[Tensor]()
+        found, inputs = list[Tensor](), self._fitted(inputs)
         for window in zip(inputs["input_features"].split(1), inputs["input_features_mask"].split(1), strict=True):
             with turn():
                 found.append(self.kind.states(self.module, *window))

@@ -1,4 +1,4 @@
-"""Encoders of what is no text: what makes of pictures and sounds inputs of a decoder's first layer.
+"""Encoders of what is no text: what makes of pictures, films and sounds inputs of a decoder's first layer.
 
 An encoder and what projects its states are the model's own modules of transformers, whose decoder is left out.
 """
@@ -26,8 +26,8 @@ from shoal.model.packed.source import Source
 from shoal.model.runner import ModelRunner
 
 Turn = Callable[[], AbstractContextManager[object]]
-_KEPT = 8
-"""Pictures, or sounds, that were read last, which are not read again."""
+_KEPT, _KEPT_BYTES = 8, 256 << 20
+"""Of pictures, films or sounds that were read last, which are not read again; the last one whatever its size."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,19 @@ class EncoderParts:
     kind: str
     classes: str
     names: str
+
+
+@dataclass(frozen=True)
+class LazyInputs:
+    """Inputs that take long to make, and are made where they are not known yet.
+
+    Attributes:
+        name: tells them from others.
+        make: makes them.
+    """
+
+    name: str
+    make: Callable[[], Mapping[str, Tensor]]
 
 
 class Sense(ABC):
@@ -73,33 +86,47 @@ class Sense(ABC):
     def nbytes(self) -> int:
         """Bytes of its weights once it has read something, and of what it keeps."""
         weights = sum(one.nbytes for one in self.module.parameters()) if "module" in vars(self) else 0
-        return weights + sum(one.states.nbytes for one in [*self._known.values()])
+        return weights + self._kept_bytes()
+
+    def _kept_bytes(self) -> int:
+        return sum(one.nbytes for one in [*self._known.values()])
 
     @torch.no_grad()
-    def __call__(self, inputs: Mapping[str, Tensor], turn: Turn = nullcontext) -> Picture:
-        """Read a picture or a sound, or find it among the last ones.
+    def __call__(self, inputs: Mapping[str, Tensor] | LazyInputs, turn: Turn = nullcontext) -> Picture:
+        """Read a picture, a film or a sound, or find it among the last ones.
 
         Args:
             inputs: what the model's processor makes of one, such as `pixel_values`.
             turn: makes the lock that each forward of the encoder holds.
         """
-        parts = [f"{key} {one.dtype} {list(one.shape)}".encode() + one.contiguous().numpy().tobytes()
-                 for key, one in sorted(inputs.items())]
-        name = hashlib.sha256(b"".join(parts)).hexdigest()
+        name = inputs.name if isinstance(inputs, LazyInputs) else _named(inputs)
         with self._lock:  # of equal ones that come at once, the second waits
             if name not in self._known:
-                dtype, device = self._runner.dtype, self._runner.device
-                given = {key: one.to(device, dtype if one.is_floating_point() else None) for key, one in inputs.items()}
-                self._known[name] = self._read(given, name, turn)
+                made = inputs.make() if isinstance(inputs, LazyInputs) else inputs
+                self._known[name] = self._read(made, name, turn)
             self._known.move_to_end(name)
             found = self._known[name]
-            while len(self._known) > _KEPT:
+            while len(self._known) > _KEPT or (len(self._known) > 1 and self._kept_bytes() > _KEPT_BYTES):
                 self._known.popitem(last=False)
         return found
 
+    def _fitted(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Inputs on the encoder's device, numbers that are no indices in its dtype."""
+        dtype, device = self._runner.dtype, self._runner.device
+        return {key: one.to(device, dtype if one.is_floating_point() else None) for key, one in inputs.items()}
+
     @abstractmethod
     def _read(self, inputs: Mapping[str, Tensor], name: str, turn: Turn) -> Picture:
-        """What the encoder makes of inputs in its dtype; `name` tells them from others."""
+        """What the encoder makes of inputs; `name` tells them from others."""
+
+
+def _named(inputs: Mapping[str, Tensor]) -> str:
+    """A name of inputs, the same for equal ones alone."""
+    digest = hashlib.sha256()
+    for key, one in sorted(inputs.items()):
+        digest.update(f"{key} {one.dtype} {list(one.shape)}".encode())
+        digest.update(one.contiguous().numpy().data)
+    return digest.hexdigest()
 
 
 def loader(

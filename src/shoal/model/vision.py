@@ -1,4 +1,4 @@
-"""Encoders of pictures."""
+"""Encoders of pictures, which read films frame by frame."""
 
 from __future__ import annotations
 
@@ -32,24 +32,53 @@ class Vision(Sense):
         load: makes the whole model without layers of its decoder, when the first picture comes.
         runner: of the decoder.
         place: folder or Hub id of the files, which say how pictures are prepared, or what a GGUF file says of that.
-        token: the id that stands for each state of a picture.
-        merge: how many rows, and columns, of patches a row of tokens is made of.
-        mutual: whether tokens of a picture see one another.
+        config: of the model.
     """
 
     def __init__(
-        self, load: Callable[[], Any], runner: ModelRunner, place: str | PreprocessorConfig, token: int, mutual: bool,
-        merge: int
+        self, load: Callable[[], Any], runner: ModelRunner, place: str | PreprocessorConfig, config: Any
     ) -> None:
-        super().__init__(load, runner, token)
-        self.place, self.mutual, self.merge = place, mutual, merge
+        token = config.image_token_id if hasattr(config, "image_token_id") else config.image_token_index
+        super().__init__(load, runner, int(token))
+        self.place, self.model_type = place, str(config.model_type)
+        self.config, self.sight = config, config.vision_config
+        self.mutual, self.merge = self.model_type in _MUTUAL, getattr(self.sight, "spatial_merge_size", 1)
+        self.together = int(getattr(self.sight, "temporal_patch_size", 1))
 
     @override
     def _read(self, inputs: Mapping[str, Tensor], name: str, turn: Turn) -> Picture:
+        if "frames" in inputs:
+            return self._film(inputs, name, turn)
         with turn():
-            found = self.module.get_image_features(**inputs)
-        deeper = tuple(map(_joined, getattr(found, "deepstack_features", None) or ()))
-        return Picture(_joined(found.pooler_output), name, self.grid(inputs), deeper)
+            states, deeper = self._states(inputs)
+        return Picture(states, name, self.grid(inputs), deeper)
+
+    def _states(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        found = self.module.get_image_features(**self._fitted(inputs))
+        return _joined(found.pooler_output), tuple(map(_joined, getattr(found, "deepstack_features", None) or ()))
+
+    def _film(self, inputs: Mapping[str, Tensor], name: str, turn: Turn) -> Picture:
+        """Of what `shoal.engine.films` prepares, a step in time after the other: none of them sees another."""
+        found, made = list[tuple[Tensor, tuple[Tensor, ...]]](), dict[str, Tensor]()
+        for frames in inputs["frames"].split(self.together):
+            made = self._prepared(frames, inputs["colours"])
+            with turn():
+                found.append(self._states(made))
+        deeper = tuple(map(torch.cat, zip(*(deep for _, deep in found), strict=True)))
+        return Picture(torch.cat([states for states, _ in found]), name, self.grid(made), deeper, int(inputs["token"]),
+                       tuple(inputs["times"].tolist()), bool(inputs["apart"]))
+
+    def _prepared(self, frames: Tensor, colours: Tensor) -> dict[str, Tensor]:
+        """What the encoder reads of frames that are seen as one, uint8 [frames, 3, H, W].
+
+        Args:
+            colours: mean and deviation of each colour [2, 3], of values in 0..255.
+        """
+        mean, deviation = colours[:, None, :, None, None].float()
+        values = (frames.float() - mean) / deviation
+        if hasattr(self.sight, "spatial_merge_size"):
+            return _patches(values, self.sight.patch_size, self.merge)
+        return {"pixel_values": values} if self.model_type == "internvl" else {"pixel_values": values[None]}
 
     def grid(self, inputs: Mapping[str, Tensor]) -> tuple[int, int] | None:
         """Rows and columns of a picture's tokens, where these are turned by them."""
@@ -57,6 +86,20 @@ class Vision(Sense):
             return None
         _, rows, columns = inputs["image_grid_thw"][0].tolist()
         return rows // self.merge, columns // self.merge
+
+
+def _patches(values: Tensor, side: int, merge: int) -> dict[str, Tensor]:
+    """What Qwen's encoders read of frames that are seen as one, as transformers' video processors make it.
+
+    Args:
+        values: [frames, 3, H, W].
+        side: pixels of a patch's side.
+        merge: patches of the side of a square whose patches stand side by side.
+    """
+    rows, columns = (size // side for size in values.shape[2:])
+    each = values.view(len(values), 3, rows // merge, merge, side, columns // merge, merge, side)
+    patches = each.permute(2, 5, 3, 6, 1, 0, 4, 7).reshape(rows * columns, -1)
+    return {"pixel_values": patches, "image_grid_thw": torch.tensor([[1, rows, columns]])}
 
 
 def _joined(found: Tensor | Sequence[Tensor]) -> Tensor:
@@ -74,8 +117,4 @@ def vision_of(
         check: called with what is read and its bytes before they are read; what it raises is raised.
     """
     load = loader(_PARTS, config, source, runner, check) if config.model_type in VISION else None
-    if load is None:
-        return None
-    token = config.image_token_id if hasattr(config, "image_token_id") else config.image_token_index
-    merge = getattr(config.vision_config, "spatial_merge_size", 1)
-    return Vision(load, runner, place, int(token), config.model_type in _MUTUAL, merge)
+    return None if load is None else Vision(load, runner, place, config)

@@ -1,4 +1,4 @@
-"""Pictures at http addresses, fetched where the operator allows it.
+"""Pictures and films at http addresses, fetched where the operator allows it.
 
 Only hosts that the operator lists are asked, and an address is checked before it is connected to, so that a request
 cannot reach what lies behind the server (server-side request forgery, CWE-918). Size, time and redirects are bounded.
@@ -7,6 +7,7 @@ cannot reach what lies behind the server (server-side request forgery, CWE-918).
 from __future__ import annotations
 
 import asyncio
+import base64
 import ipaddress
 import reprlib
 import socket
@@ -28,11 +29,13 @@ from shoal.engine.picture_files import MOST_BYTES, url_of
 from shoal.errors import Unsupported
 
 SECONDS = 10.0
-"""For all pictures of a conversation."""
+"""For all pictures and films of a conversation."""
 MOST_REDIRECTS = 2
 _SCHEMES = ("http", "https")
+_FETCHED = {"image": "image_url", "video": "video_url"}
+"""Kinds of what is fetched, and the type of its part."""
 _MOVED = (301, 302, 303, 307, 308)
-_ASKED = {"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "shoal"}
+_ASKED = {"Accept": "image/*, video/*", "Accept-Encoding": "identity", "User-Agent": "shoal"}
 _KEPT = "%/:=&?~#+!$,;'@()*[]"
 """What stands in a path and a query as it is."""
 _MAPPED = ipaddress.ip_network("64:ff9b::/96")
@@ -49,40 +52,45 @@ async def with_fetched(
     Args:
         messages: as `shoal.engine.messages.plain` makes them.
         allowed: hosts, as `shoal.serve.settings.media_domain` reads them.
-        most: bytes of all pictures together; of one also at most `MOST_BYTES`.
+        most: bytes of all pictures and films together; of one also at most `MOST_BYTES`.
 
     Raises:
-        ValueError: a picture cannot be had within the bounds, or is none.
+        ValueError: one cannot be had within the bounds, or a picture is none.
         Unsupported: its host, or one to which that points, is not allowed.
     """
     shown = shown_in(messages)[1]
     named = [*dict.fromkeys(
-        url for kind, url in shown if kind == "image" and url.partition(":")[0].lower() in _SCHEMES)]
+        one for one in shown if one[0] in _FETCHED and one[1].partition(":")[0].lower() in _SCHEMES)]
     if not allowed or not named or len(shown) > MOST:
         return messages
     found = await asyncio.get_running_loop().run_in_executor(_threads, _all, named, allowed, most)
     return [_replaced(message, found) for message in messages]
 
 
-def _replaced(message: Mapping[str, Any], found: Mapping[str, str]) -> Mapping[str, Any]:
+def _replaced(message: Mapping[str, Any], found: Mapping[tuple[str, str], str]) -> Mapping[str, Any]:
     content = message.get("content")
     if not isinstance(content, list):
         return message
-    urls = [part["image_url"]["url"] if part["type"] == "image_url" else "" for part in content]
-    return {**message, "content": [{"type": "image_url", "image_url": {"url": found[url]}} if url in found else part
-                                   for part, url in zip(content, urls, strict=True)]}
+    return {**message, "content": [_part(part, found) for part in content]}
 
 
-def _all(urls: Sequence[str], allowed: Sequence[str], most: int) -> dict[str, str]:
-    """The data URL of each address, one after the other."""
-    until, left, found = time.monotonic() + SECONDS, most, dict[str, str]()
-    for url in urls:
+def _part(part: Mapping[str, Any], found: Mapping[tuple[str, str], str]) -> Mapping[str, Any]:
+    kind, key = next(((kind, key) for kind, key in _FETCHED.items() if key == part["type"]), ("", ""))
+    url = found.get((kind, part[key]["url"])) if key else None
+    return part if url is None else {"type": key, key: {"url": url}}
+
+
+def _all(named: Sequence[tuple[str, str]], allowed: Sequence[str], most: int) -> dict[tuple[str, str], str]:
+    """The data URL of each kind and address, one after the other."""
+    until, left, found = time.monotonic() + SECONDS, most, dict[tuple[str, str], str]()
+    for kind, url in named:
         data = fetched(url, allowed, min(left, MOST_BYTES), until)
         left -= len(data)
         if left < 0 or len(data) > MOST_BYTES:
-            raise ValueError(f"a conversation's pictures have more than {min(most, MOST_BYTES) / 2**20:g} MiB, the "
-                             "most that is fetched; send smaller ones")
-        found[url] = url_of(data)
+            raise ValueError(f"a conversation's pictures and films have more than {min(most, MOST_BYTES) / 2**20:g} "
+                             "MiB, the most that is fetched; send smaller ones")
+        found[kind, url] = (url_of(data) if kind == "image" else  # a film is opened where it is read
+                            f"data:video/mp4;base64,{base64.b64encode(data).decode()}")
     return found
 
 
@@ -99,15 +107,15 @@ def fetched(url: str, allowed: Sequence[str], most: int, until: float) -> bytes:
         except (OSError, HTTPException, UnicodeError) as error:
             told = getattr(error, "strerror", None) or str(error) or type(error).__name__
             raise _late() if time.monotonic() >= until else ValueError(
-                f"a picture could not be fetched from {place.named}: {' '.join(str(told).split())}") from None
+                f"a file could not be fetched from {place.named}: {' '.join(str(told).split())}") from None
         if not url:
             return data
-    raise ValueError(f"a picture's address points on more than {MOST_REDIRECTS} times; send where it leads to")
+    raise ValueError(f"an address points on more than {MOST_REDIRECTS} times; send where it leads to")
 
 
 @dataclass(frozen=True)
 class _Place:
-    """An address that may be asked: of a picture, and of the machine that has it."""
+    """An address that may be asked: of a file, and of the machine that has it."""
 
     url: SplitResult
     host: str
@@ -119,12 +127,12 @@ class _Place:
         """The place at a URL; Unsupported where it may not be asked, ValueError for what is no URL."""
         found, host = _split(url)
         if found.scheme not in _SCHEMES:
-            raise Unsupported(f"a picture at {reprlib.repr(found.scheme)}:", "only http and https are asked", _DATA)
+            raise Unsupported(f"a file at {reprlib.repr(found.scheme)}:", "only http and https are asked", _DATA)
         named = reprlib.repr(host)
         if found.username is not None or found.password is not None:
-            raise Unsupported(f"a picture at {named} with a user's name", "no credentials are sent", _DATA)
+            raise Unsupported(f"a file at {named} with a user's name", "no credentials are sent", _DATA)
         if not any(_admits(one, host) for one in allowed):
-            raise Unsupported(f"a picture at {named}", "it is not among the hosts that this server's operator allows",
+            raise Unsupported(f"a file at {named}", "it is not among the hosts that this server's operator allows",
                               _DATA)
         return cls(found, host, named, allowed)
 
@@ -145,7 +153,7 @@ class _Place:
         found = [*dict.fromkeys(str(one[4][0]) for one in known)]
         for address in found:
             if not ({self.host, address} & {*self.allowed} or _is_public(ipaddress.ip_address(address.split("%")[0]))):
-                raise Unsupported(f"a picture at {self.named}", "it is a machine of this server's own network, which "
+                raise Unsupported(f"a file at {self.named}", "it is a machine of this server's own network, which "
                                   "its operator has not listed by this name", _DATA)
         return found
 
@@ -159,7 +167,7 @@ def _split(url: str) -> tuple[SplitResult, str]:
             return found, host
     except ValueError:
         pass
-    raise ValueError("a picture's URL is none; give one such as https://example.org/cat.png")
+    raise ValueError("a file's URL is none; give one such as https://example.org/cat.png")
 
 
 def _admits(listed: str, host: str) -> bool:
@@ -189,7 +197,7 @@ def _asked(place: _Place, most: int, until: float) -> tuple[bytes, str]:
                 to = urljoin(place.url.geturl(), to)
             return b"", to
         if answer.status != 200:
-            raise ValueError(f"a picture is asked for at {place.named}, which answers {answer.status}")
+            raise ValueError(f"a file is asked for at {place.named}, which answers {answer.status}")
         data = _body(answer, most)
         if time.monotonic() >= until:
             raise _late()
@@ -250,5 +258,5 @@ def _body(answer: HTTPResponse, most: int) -> bytes:
 
 
 def _late() -> ValueError:
-    return ValueError(f"a conversation's pictures took more than {SECONDS:g} seconds to fetch, the most that is "
-                      f"waited; {_DATA[0].lower()}{_DATA[1:]}")
+    return ValueError(f"a conversation's pictures and films took more than {SECONDS:g} seconds to fetch, the most "
+                      f"that is waited; {_DATA[0].lower()}{_DATA[1:]}")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _NAMES = ("localhost", "127.0.0.1", "[::1]")
 _CHATS = ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/api/chat",
           "/api/generate", "/tokenize")
-"""Routes whose messages may hold pictures and sounds."""
+"""Routes whose messages may hold pictures, films and sounds."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Settings:
         max_audio: most bytes of one with sound.
         max_pictures: most bytes of a chat where models see, or hear; 0 where none does.
         max_audio_seconds: most seconds of sound.
-        allowed_media_domains: hosts from which pictures are fetched that requests name, as `media_domain` reads them.
+        allowed_media_domains: hosts from which pictures and films are fetched, as `media_domain` reads them.
         timeout: seconds after which a request is answered 504; None for no limit.
         grace: seconds that requests have to finish when the server shuts down.
         log_prompts: whether logs may contain prompts and answers.

@@ -1,4 +1,4 @@
-"""Files that a person names in a chat: texts, pictures and sounds that go with a message."""
+"""Files that a person names in a chat: texts, pictures, films and sounds that go with a message."""
 
 from __future__ import annotations
 
@@ -66,6 +66,22 @@ def picture(path: Path, engine: Engine) -> str:
     return url_of(data)
 
 
+def film(path: Path, engine: Engine) -> str:
+    """The data URL of a film's file.
+
+    Raises:
+        ValueError: it cannot be read, is too large, or is no film.
+        Unsupported: the model sees none.
+    """
+    from shoal.engine.film_files import MOST_BYTES, FilmFile
+    from shoal.engine.pictures import check_films
+
+    check_films(engine)
+    data = _read(path, MOST_BYTES >> 10, "cut it into parts")
+    FilmFile(data, str(path))
+    return f"data:video/{path.suffix[1:].lower() or 'mp4'};base64,{base64.b64encode(data).decode()}"
+
+
 def sound(path: Path, engine: Engine) -> str:
     """The data URL of a sound's file.
 
@@ -84,8 +100,9 @@ def sound(path: Path, engine: Engine) -> str:
 
 
 def with_shown(urls: Collection[str], text: str) -> str | list[dict[str, Any]]:
-    """A message's content: text, or parts where pictures and sounds come before it."""
-    kinds = ["audio_url" if url.startswith("data:audio/") else "image_url" for url in urls]
+    """A message's content: text, or parts where pictures, films and sounds come before it."""
+    kinds = [{"data:audio": "audio_url", "data:video": "video_url"}.get(url.partition("/")[0], "image_url")
+             for url in urls]
     shown = [{"type": kind, kind: {"url": url}} for kind, url in zip(kinds, urls, strict=True)]
     return [*shown, {"type": "text", "text": text}] if shown else text
 

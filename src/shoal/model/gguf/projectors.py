@@ -217,7 +217,7 @@ def _qwen25(file: GgufFile, metadata: Metadata, hidden: int) -> tuple[Fields, Fi
     layers, period = metadata.whole("vision.block_count"), metadata.whole("vision.n_wa_pattern")
     return {}, _qwen(file, metadata) | {
         "hidden_size": metadata.whole("vision.embedding_length"), "intermediate_size": _inner(file, metadata),
-        "out_hidden_size": hidden, "window_size": metadata.whole("vision.window_size", 112),
+        "out_hidden_size": hidden, "window_size": metadata.whole("vision.window_size", 112), "tokens_per_second": 2,
         "fullatt_block_indexes": [layer for layer in range(layers) if (layer + 1) % period == 0]}
 
 

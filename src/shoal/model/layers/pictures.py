@@ -1,8 +1,8 @@
-"""Pictures, or sounds, in a prompt: what stands at their tokens in place of embeddings.
+"""Pictures, films or sounds in a prompt: what stands at their tokens in place of embeddings.
 
 Where a picture stands, the prompt holds a token of the model's own, over and over; each is replaced by one state of
 what an encoder made of it (Liu et al., 2023, arXiv 2304.08485, section 4.1). A sound is read as such a picture, whose
-tokens are turned as text is.
+tokens are turned as text is, and a film as one that lasts.
 """
 
 from __future__ import annotations
@@ -21,19 +21,40 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Picture:
-    """What an encoder made of one picture, or sound.
+    """What an encoder made of one picture, film or sound.
 
     Attributes:
-        states: [tokens, hidden], inputs of the first layer.
+        states: [tokens, hidden], inputs of the first layer; of a film those of its frames, one after the other.
         name: tells this picture from others; equal pictures have equal names.
         grid: its rows and columns of tokens, by which these are turned; None where they are turned as text is.
         deeper: states [tokens, hidden] that are added to its tokens after each of the first layers.
+        token: the id that stands for each state; None for that of pictures.
+        times: by which places in the text the tokens of a film's frames are turned, counted from the first, ascending.
+        apart: whether text stands between a film's frames.
     """
 
     states: Tensor
     name: str
     grid: tuple[int, int] | None = None
     deeper: tuple[Tensor, ...] = ()
+    token: int | None = None
+    times: tuple[int, ...] = (0,)
+    apart: bool = False
+
+    @cached_property
+    def parts(self) -> list[Picture]:
+        """What stands side by side in a prompt: itself, or each frame of a film with text between them."""
+        if not self.apart:
+            return [self]
+        size = len(self.states) // len(self.times)
+        return [replace(self, states=self.states[at : at + size], name=f"{self.name} {at}", times=(0,), apart=False,
+                        deeper=tuple(one[at : at + size] for one in self.deeper))
+                for at in range(0, len(self.states), size)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of its states."""
+        return self.states.nbytes + sum(one.nbytes for one in self.deeper)
 
     @cached_property
     def keys(self) -> list[int]:
@@ -71,8 +92,9 @@ class Pictures:
     def turns(self) -> Tensor | None:
         """By which places the prompt's tokens are turned, int64 [3, tokens]: in the text, the row, the column.
 
-        A picture takes as many places in the text as its longer side has tokens, and text behind it goes on from there
-        (Wang et al., 2024, arXiv 2409.12191, section 2.1). None where all are turned by their positions.
+        A picture takes as many places in the text as its longer side has tokens, a film as many as it lasts where that
+        is more, and text behind it goes on from there (Wang et al., 2024, arXiv 2409.12191, section 2.1; transformers
+        from 5.3 on goes on earlier behind long films). None where all are turned by their positions.
         """
         if any(one.grid is None for one in self.pictures):
             return None
@@ -82,9 +104,11 @@ class Pictures:
             rows, columns = one.grid or (0, 0)
             text = torch.arange(begin, begin + self.places[start] - at)
             begin += len(text)
-            places = torch.arange(rows * columns)
-            parts += [text.expand(3, -1), begin + torch.stack([0 * places, places // columns, places % columns])]
-            at, begin = self.places[start] + len(places), begin + max(rows, columns)
+            places, times = torch.arange(rows * columns), torch.tensor(one.times)
+            frame = torch.stack([0 * places, places // columns, places % columns]).repeat(1, len(times))
+            frame[0] = times.repeat_interleave(len(places))
+            parts += [text.expand(3, -1), begin + frame]
+            at, begin = self.places[start] + frame.shape[1], begin + max(rows, columns, one.times[-1] + 1)
         return torch.cat([*parts, torch.arange(begin, begin + self.length - at).expand(3, -1)], 1)
 
     @cached_property
@@ -111,10 +135,13 @@ class Pictures:
         Raises:
             ValueError: the prompt has more or fewer of their tokens.
         """
-        places = tuple(place for place, token in enumerate(tokens) if token == self.token)
-        if len(places) != len(self.states):
-            raise ValueError(f"the prompt holds token {self.token} {len(places)} times for {len(self.pictures)} "
-                             f"pictures or sounds of {len(self.states)} tokens; it must hold one for each")
+        wanted = [self.token if one.token is None else one.token for one in self.pictures for _ in one.states]
+        known = {self.token, *wanted}
+        places = tuple(place for place, token in enumerate(tokens) if token in known)
+        if [tokens[place] for place in places] != wanted:
+            named = " or ".join(map(str, sorted(known)))
+            raise ValueError(f"the prompt holds token {named} {len(places)} times for {len(self.pictures)} pictures, "
+                             f"films or sounds of {len(wanted)} tokens; it must hold one for each, in their order")
         return replace(self, places=places, length=len(tokens))
 
     def keyed(self, tokens: Sequence[int]) -> list[int]:

@@ -71,7 +71,8 @@ class PlainSteps:
         seqs = [chunk.seq for chunk in chunks]
         positions = [cache.positions[seq] for seq in seqs]
         stores = [cache.layers[layer] for layer in layers]
-        if not stores or max(positions) >= self._decoder.reach:
+        turns = [turns_of(chunk, cache)[0] for chunk in chunks] if self._shape.axes else positions
+        if not stores or max(turns) >= self._decoder.reach:
             return None
         storing, others, kept, read = stores, list[KVLayer](), stores, stores
         if self._shape.sources:
@@ -98,12 +99,11 @@ class PlainSteps:
                 self._decoder.crossing.put_into(self._struct, seqs, sources)
             self._seqs, self._layers, self._kv, self._adapters, self._sources = seqs, layers, kv, adapters, sources
         assert self._struct is not None
-        turns = [turns_of(chunk, cache)[0] for chunk in chunks] if self._shape.axes else positions
         self._fill(self._struct, [chunk.tokens[0] for chunk in chunks], positions, turns, read)
         begun = None if self._states is None else self._states.begin_step(self._table, layers, stores, seqs)
         found: Tensor | list[list[int]]
         if most:
-            fitting = min(most, room, self._decoder.reach - max(positions))
+            fitting = min(most, room, self._decoder.reach - max(turns))
             found = self._follow(self._most(chunks, layers, fitting), ends)
             done = len(found)
         else:

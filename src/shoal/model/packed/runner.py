@@ -113,7 +113,8 @@ class PackedRunner(ModelRunner):
         start: Start | None = None,
     ) -> Tensor:
         plain = hook is None and start is None and not cache.adapted and not pictured(chunks, cache)
-        if self.graphs is not None and plain:
+        turned = bool(self.shape.axes) and any(cache.encoded)  # by other places than positions, which graphs take
+        if self.graphs is not None and plain and not turned:
             logits = self.graphs.forward(chunks, cache)
             if logits is not None:
                 mark_shallow(chunks, cache)
@@ -233,6 +234,7 @@ class _Pass:
         if not axes or not any(self.cache.encoded):
             return table.cos[:, where], table.sin[:, where]
         turns = torch.cat([axes_of(chunk, self.cache) for chunk in self.chunks], 1).to(where.device)
+        table.reach(int(turns.max()) + 1)  # behind a long film they are beyond the positions
         each = turns[list(axes)].T  # [T, rotary_dim / 2]
         pairs = torch.arange(len(axes), device=where.device)
         return table.cos[:, each, pairs], table.sin[:, each, pairs]

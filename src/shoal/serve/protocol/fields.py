@@ -32,7 +32,7 @@ class Ignored(Unread):
 
 _SAMPLERS = "there is no such step of sampling; leave it out, or use `min_p`, `top_p`, `top_k`, `typical_p`"
 _ADAPTERS = "an adapter is a model of its own here: name one in `model`, see `/v1/models`"
-_MEDIA = "the model reads text only"
+_MEDIA = "the model's files settle it"
 _SPREAD = "one process reads prompts and answers them"
 _ROUTED = "there is one engine, and requests are taken in the order in which they come"
 _HIDDEN = "the model's internals are not reported"

@@ -22,7 +22,7 @@ static int check_token(const ShoalModel *m, const ShoalBatch *b, int t, char *me
     if (own && !(b->ancestors[t] & own)) REFUSE("ancestors[%d] lacks the token's own bit", t);
     if (own && b->ancestors[t] & ~(own | (own - 1))) REFUSE("ancestors[%d] has a bit above the token's own", t);
     const int depth = own ? __builtin_popcountll(b->ancestors[t]) - 1 : b->node[t];
-    if (m->drifts ? !WITHIN(b->position[t], 0, b->base[t] + depth) : b->position[t] != b->base[t] + depth)
+    if (m->drifts ? b->position[t] < 0 : b->position[t] != b->base[t] + depth)
         REFUSE("position[%d] is %d; a node at depth %d over %d committed positions stands at %d", t, b->position[t], depth, b->base[t],
                b->base[t] + depth);
     return 0;

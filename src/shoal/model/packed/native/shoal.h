@@ -199,7 +199,7 @@ typedef struct {
     int32_t position_count;
     int32_t parallel;      /* whether attention and MLP read the same states, those that enter a layer */
     int32_t rotates_first; /* whether queries and keys are rotated before they are normalised */
-    int32_t drifts;        /* whether tokens may be rotated by less than their position, as behind pictures */
+    int32_t drifts;        /* whether tokens may be rotated by other places than their position, as behind pictures and films */
     const float *slopes;   /* [heads]: what a slot's place less the query's is multiplied by and added to the score (ALiBi); or NULL */
     const float *distance_bias; /* [heads][distances], by how far a slot is before the query, added to the score: the last one for all
                                    that are farther; not of attention to a source. Or NULL */
