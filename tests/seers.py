@@ -101,6 +101,16 @@ def _qwen(ids: Mapping[str, int], text: dict[str, Any], kind: str) -> tuple[Any,
         config = hf.Qwen2_5_VLConfig(text_config={**text, "rope_parameters": rope}, **own, vision_config={
             **patches, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64, "window_size": 32,
             "fullatt_block_indexes": [1]})
+    elif kind in ("qwen3_5", "qwen3_5_moe"):
+        rope |= {"mrope_section": [2, 1, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.5}
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+                   "shared_expert_intermediate_size": 32} if kind.endswith("moe") else {}
+        config = hf.AutoConfig.for_model(kind, text_config={
+            **text, **experts, "head_dim": 16, "rope_parameters": rope, "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"]}, **own, vision_config={
+            **patches, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64,
+            "num_position_embeddings": 16})
     else:
         rope["mrope_interleaved"] = True
         config = hf.Qwen3VLConfig(text_config={**text, "head_dim": 16, "rope_parameters": rope}, **own, vision_config={
@@ -177,7 +187,7 @@ FURTHER: Makers = {"mistral3": _mistral3, "internvl": _internvl}
 """Those whose processor is not saved with them here."""
 MAKERS: Makers = {
     "llava": _llava, "gemma3": _gemma3, "idefics3": _idefics3, "smolvlm": _smolvlm,
-    **{kind: partial(_qwen, kind=kind) for kind in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")},
+    **{kind: partial(_qwen, kind=kind) for kind in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")},
 }
 
 

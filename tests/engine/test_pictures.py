@@ -25,6 +25,7 @@ from shoal.model.packed.runner import PackedRunner
 from shoal.model.runner import ModelRunner, SequenceChunk
 
 KINDS = tuple(seers.MAKERS)
+ON_MODULES = ("gemma3", "qwen3_5")
 
 
 @cache
@@ -47,7 +48,8 @@ def test_logits_are_those_of_transformers(kind: str, most: int) -> None:
     with torch.no_grad():
         wanted = model(**inputs).logits[0]
     assert pictures is not None
-    torch.testing.assert_close(seers.logits_of(engine, ids, pictures, most), wanted, rtol=0, atol=1e-5)
+    atol = 2e-5 if kind == "qwen3_5_moe" else 1e-5  # whose modules are themselves 5e-6 off what they are in float64
+    torch.testing.assert_close(seers.logits_of(engine, ids, pictures, most), wanted, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -77,9 +79,18 @@ def test_logits_are_those_of_transformers_without_a_processor(kind: str, tmp_pat
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
 
 
-def test_modules_see_too() -> None:
-    messages = asked("Look: ", seers.picture(4))
-    packed, modules = (made("gemma3", backend)[0].generate(messages, max_new_tokens=16, temperature=0.0)
+@pytest.mark.parametrize("kind", ON_MODULES)
+@pytest.mark.parametrize("most", [7, 1000])
+def test_modules_see_too(kind: str, most: int) -> None:
+    engine, model, processor = made(kind, "hf")
+    images = [seers.picture(4), seers.picture(2, 90, 50)]
+    messages = asked("Look: ", images[0], " and ", images[1], "?")
+    ids, pictures = read_chat(engine, messages)
+    with torch.no_grad():
+        wanted = model(**inputs_of(processor, messages, images)).logits[0]
+    assert pictures is not None
+    torch.testing.assert_close(seers.logits_of(engine, ids, pictures, most), wanted, rtol=0, atol=1e-5)
+    packed, modules = (made(kind, backend)[0].generate(messages, max_new_tokens=16, temperature=0.0)
                        for backend in ("auto", "hf"))
     assert packed.tokens == modules.tokens
 
@@ -96,7 +107,7 @@ def test_pieces_of_a_prompt_change_no_bit(kind: str, most: int) -> None:
 
 
 @pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.why_not()}")
-@pytest.mark.parametrize("kind", ["llava", "gemma3", "qwen2_vl", "qwen3_vl"])
+@pytest.mark.parametrize("kind", ["llava", "gemma3", "qwen2_vl", "qwen3_vl", "qwen3_5"])
 def test_a_node_of_a_tree_behind_a_picture_has_the_bits_of_its_path(kind: str) -> None:
     engine, _, _ = made(kind)
     runner, full = engine.runner, DepthPlan.full(engine.runner.num_layers)
@@ -133,7 +144,7 @@ def test_graphs_are_not_asked_for_pictures(tmp_path: Path, monkeypatch: pytest.M
     assert asked_of == [1, 1, 1]  # steps after the prompt
 
 
-@pytest.mark.parametrize("kind", ["llava", "gemma3", "qwen2_5_vl"])
+@pytest.mark.parametrize("kind", ["llava", "gemma3", "qwen2_5_vl", "qwen3_5"])
 def test_a_batch_is_each_alone(kind: str) -> None:
     engine, _, _ = made(kind)
     prompts: list[Any] = [asked("One ", seers.picture(1)), [{"role": "user", "content": "No picture"}],
@@ -143,9 +154,10 @@ def test_a_batch_is_each_alone(kind: str) -> None:
     assert [one.tokens for one in together] == [one.tokens for one in alone]
 
 
-def test_depth_decays_after_a_picture_as_after_text() -> None:
+@pytest.mark.parametrize("kind", ON_MODULES)
+def test_depth_decays_after_a_picture_as_after_text(kind: str) -> None:
     messages, method = asked(seers.picture(1), "Go on"), shoal.D3(alpha=0.9, core=2)
-    packed, modules = (made("gemma3", backend)[0].generate(messages, method=method, max_new_tokens=12, temperature=0.0)
+    packed, modules = (made(kind, backend)[0].generate(messages, method=method, max_new_tokens=12, temperature=0.0)
                        for backend in ("auto", "hf"))
     assert packed.tokens == modules.tokens and packed.stats.mean_layers < 3
 
@@ -158,7 +170,7 @@ def read_by(scheduler: Scheduler, *parts: Any) -> tuple[list[int], int]:
     return list(handle.results[0].tokens), handle.entries[0].seq.cached
 
 
-@pytest.mark.parametrize("kind", ["llava", "gemma3", "qwen3_vl"])
+@pytest.mark.parametrize("kind", ["llava", "gemma3", "qwen3_vl", "qwen3_5"])
 def test_prefixes_know_pictures_by_content(kind: str) -> None:
     engine, _, _ = made(kind)
     one, other, text = seers.picture(1), seers.picture(2), " and a text behind it"
@@ -167,14 +179,16 @@ def test_prefixes_know_pictures_by_content(kind: str) -> None:
     with Scheduler(engine, prefix_bytes=1 << 26) as scheduler:
         assert read_by(scheduler, "See ", one, text)[1] == 0
         again, changed = read_by(scheduler, "See ", one, text, " indeed"), read_by(scheduler, "See ", other, text)
-    assert again[1] == known and changed[1] <= before + 8  # a token may begin every picture
-    assert changed[1] >= before or any(engine.runner.windows)  # a window has moved on
+    states = engine.runner.state_bytes  # of which one is kept behind the last picture
+    assert again[1] == known - (len(text) + 1) * bool(states)
+    assert changed[1] <= before + 8  # a token may begin every picture
+    assert changed[1] >= before or any(engine.runner.windows) or states  # a window has moved on, or a state
     for (found, _), parts in ((again, (one, text, " indeed")), (changed, (other, text))):
         alone = engine.generate(asked("See ", *parts), max_new_tokens=8, temperature=0.0)
         assert found == list(alone.tokens)
 
 
-@pytest.mark.parametrize("kind", ["llava", "gemma3", "qwen2_vl"])
+@pytest.mark.parametrize("kind", ["llava", "gemma3", "qwen2_vl", "qwen3_5"])
 def test_a_session_keeps_what_it_has_seen(kind: str) -> None:
     engine, _, _ = made(kind)
     session = engine.session(temperature=0.0, max_new_tokens=6)

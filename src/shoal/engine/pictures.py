@@ -13,7 +13,7 @@ from shoal.engine.picture_processors import Written, patches, processor_of
 from shoal.errors import Unsupported, told_by_transformers
 from shoal.model.vision import Vision
 
-_REPEATS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+_REPEATS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
 _IDS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 
 

@@ -21,6 +21,7 @@ from shoal.model.config import context_of, layers_of, shared_sources, windows_of
 from shoal.model.experts import Opened
 from shoal.model.kv.cache import KVCache
 from shoal.model.kv.layer import KVLayer
+from shoal.model.layers.pictures import Pictures
 from shoal.model.lora.adapter import Adapter, Fitting
 from shoal.model.lora.modules import ModuleAdapter, TokensAtWork, fitted
 from shoal.model.masks import Asker, mask, reads_apart, seq_mask
@@ -47,6 +48,7 @@ from shoal.model.runner import (
     SequenceView,
     Start,
     adapters_of,
+    axes_of,
     check_readers,
     lay_vectors,
     opened_in,
@@ -221,12 +223,14 @@ class HFRunner(ModelRunner):
         return half
 
     def arguments(
-        self, layer: int, hidden: Tensor, places: Tensor, cache: Any, seen: Any, tables: dict[Any, Any], key: Any
+        self, layer: int, hidden: Tensor, places: Tensor, turned: Tensor, cache: Any, seen: Any, tables: dict[Any, Any],
+        key: Any
     ) -> dict[str, Any]:
         """The keyword arguments of a layer's call.
 
         Args:
             hidden, places: the input [R, m, D] and its positions [R, m].
+            turned: by which places it is turned, as `places` or [3, R, m].
             cache, seen: passed as the layer's cache and mask.
             tables: rotary tables that layers share.
             key: identifies the positions in `tables`.
@@ -244,7 +248,7 @@ class HFRunner(ModelRunner):
         if call.rotary is not None:
             name = ("rotary", call.rotary_call, key)
             if name not in tables:
-                tables[name] = self.parts.rotary[call.rotary_call](hidden, places)
+                tables[name] = self.parts.rotary[call.rotary_call](hidden, turned)
             arguments[call.rotary] = tables[name]
         return arguments
 
@@ -451,7 +455,8 @@ class _PaddedCall(_Call):
         opened = None if piece.part == "attention" else opened_in(self.chunks, layer, piece, hidden.shape[1])
         if opened is not None:
             module = self.runner.mixing(module, layer, opened)
-        arguments = self.runner.arguments(layer, hidden, places, cache, seen, self._memo, key)
+        turned = self._shared("turned", piece, lambda: self._turned(piece, places))
+        arguments = self.runner.arguments(layer, hidden, places, turned, cache, seen, self._memo, key)
         if (name := self.runner.parts.calls[layer].embedded) is not None:
             arguments[name] = self._of(self._embedded, piece)
         if (name := self.runner.parts.calls[layer].own) is not None:
@@ -504,6 +509,15 @@ class _PaddedCall(_Call):
         table = [positions(self.chunks[i], self.cache, piece.first[i], piece.last[i], width) for i in seqs]
         return torch.tensor(table, device=self.runner.device)
 
+    def _turned(self, piece: LayerWork, places: Tensor) -> Tensor:
+        """By which places the tokens at `places` [R, m] are turned, as these or [3, R, m]."""
+        sources = [self.cache.encoded[self.chunks[i].seq] for i in piece.chunks]
+        if not any(isinstance(one, Pictures) and one.turns is not None for one in sources):
+            return places
+        own = [axes_of(self.chunks[i], self.cache)[:, piece.first[i] : piece.last[i]] for i in piece.chunks]
+        wide = [torch.cat([one, one[:, -1:].expand(-1, places.shape[1] - one.shape[1])], 1) for one in own]
+        return torch.stack(wide, 1).to(places.device)
+
 
 class _PrepackedCall(_Call):
     """A forward without padding: the hidden states [1, T, D] of all chunks, one after the other.
@@ -536,7 +550,8 @@ class _PrepackedCall(_Call):
         readers = [self._reader(layer, piece, i) for i in piece.chunks]
         seen = PackedSequences(store, numbers, counts, self._masks(piece, store, each=True), readers)
         places = self._places if chosen is None else self._places[:, chosen]
-        arguments = self.runner.arguments(layer, hidden, places, seen, seen, self._memo, (piece.first, piece.last))
+        key = piece.first, piece.last
+        arguments = self.runner.arguments(layer, hidden, places, places, seen, seen, self._memo, key)
         module, opened = self.runner.module(layer, piece.part, prepacked=True), opened_in(self.chunks, layer, piece)
         if opened is not None and piece.part != "attention":
             module = self.runner.mixing(module, layer, opened)

@@ -16,7 +16,7 @@ from shoal.model.runner import ModelRunner
 from shoal.model.senses import EncoderParts, Sense, Turn, loader
 
 VISION = ("gemma3", "idefics3", "internvl", "lfm2_vl", "llava", "llava_next", "mistral3", "qwen2_5_vl", "qwen2_vl",
-          "qwen3_vl", "smolvlm")
+          "qwen3_5", "qwen3_5_moe", "qwen3_vl", "smolvlm")
 """Model types whose pictures Shoal reads."""
 _MUTUAL = ("gemma3",)
 """Those in which tokens of a picture see one another."""

@@ -20,7 +20,9 @@ ATTENTIONS = ("attention", "differential_attention", "latent_attention")
 
 
 PLACED = ("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text")
-"""Text parts of models that see, which transformers has not as models; a picture's tokens turn by row and column."""
+"""Text parts of models that see, which transformers has not as models."""
+TURNED = (*PLACED, "qwen3_5_text", "qwen3_5_moe_text")
+"""Those in which a picture's tokens turn by row and column, where their configs say how (mrope_section)."""
 
 
 @dataclass(frozen=True)

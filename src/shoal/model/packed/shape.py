@@ -29,7 +29,7 @@ from shoal.model.kv.chunk import Chunk
 from shoal.model.layers.latent import LatentSizes
 from shoal.model.packed.classics import READERS, Order, viewed
 from shoal.model.packed.experts import ExpertShape, expert_shape, with_experts
-from shoal.model.packed.kinds import CLASSICS, HYBRIDS, MODELS, PLACED, LayerKind, Names
+from shoal.model.packed.kinds import CLASSICS, HYBRIDS, MODELS, PLACED, TURNED, LayerKind, Names
 from shoal.model.packed.latent import latent_scale, latent_sizes
 from shoal.model.sambay import OWN_CONFIGS
 
@@ -364,7 +364,7 @@ def shape_of(config: Any, dtype: torch.dtype = torch.float64) -> Shape:
         activation=_ACTIVATIONS[activation],
         windows=windows_of(text),
         rotary=_rotary(text, list(ropes)),
-        axes=_axes(ropes[None]) if text.model_type in PLACED else (),
+        axes=_axes(text, ropes[None]) if text.model_type in TURNED else (),
         tied=bool(getattr(text, "tie_word_embeddings", getattr(config, "tie_word_embeddings", False))),
         max_positions=context_of(text),
         interleaved=text.model_type in _INTERLEAVED,
@@ -577,13 +577,16 @@ def _misfit(config: Any, why: str) -> Unsupported:
     return Unsupported(f"the packed backend for model type {config.model_type!r}", why, REMEDY)
 
 
-def _axes(rope: dict[str, Any]) -> tuple[int, ...]:
+def _axes(text: Any, rope: dict[str, Any]) -> tuple[int, ...]:
     """Which place turns each pair of dimensions (Wang et al., 2024, arXiv 2409.12191, section 2.1, M-RoPE).
 
-    Qwen2-VL gives each place one run of pairs, Qwen3-VL gives them by turns as long as rows and columns have some.
+    Qwen2-VL gives each place one run of pairs, Qwen3-VL and Qwen3.5 give them by turns as long as rows and columns have
+    some. None in texts of Qwen3.5 whose config does not say.
     """
+    if text.model_type not in PLACED and "mrope_section" not in rope:
+        return ()
     sizes = [int(size) for size in rope["mrope_section"]]
-    if not rope.get("mrope_interleaved"):
+    if text.model_type in PLACED and not rope.get("mrope_interleaved"):
         return tuple(axis for axis, size in enumerate(sizes) for _ in range(size))
     return tuple(pair % 3 if pair < 3 * sizes[pair % 3] else 0 for pair in range(sum(sizes)))
 
