@@ -141,6 +141,31 @@ class Patched:
         return hf.BatchFeature({**found, **seen, **kinds})
 
 
+def _gemma4(ids: Mapping[str, int], text: dict[str, Any], small: bool) -> tuple[Any, Any]:
+    """As 31B, or as E2B, whose layers have inputs of their own and share keys and values."""
+    kinds = ["sliding_attention", "full_attention"] * 2
+    own = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": text["vocab_size"],
+           "num_kv_shared_layers": 2} if small else {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True,
+                                                     "use_bidirectional_attention": "vision"}
+    config = hf.Gemma4Config(
+        text_config=hf.Gemma4TextConfig(**{**text, "num_hidden_layers": 4}, **own, head_dim=16, global_head_dim=32,
+                                        sliding_window=24, layer_types=kinds, final_logit_softcapping=2.0),
+        vision_config=hf.Gemma4VisionConfig(
+            hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+            head_dim=8, patch_size=4, position_embedding_size=64, standardize=small),
+        audio_config=hf.Gemma4AudioConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4,
+                                          output_proj_dims=32, subsampling_conv_channels=[8, 4]) if small else None,
+        image_token_id=ids["<IMG_CONTEXT>"], boi_token_id=ids["<start_of_image>"], eoi_token_id=ids["<end_of_image>"],
+        video_token_id=ids["<global-img>"], audio_token_id=ids["[IMG]"])
+    pictures = by_pillow("Gemma4ImageProcessor")(patch_size=4, max_soft_tokens=70)
+    return config, Expanded(pictures, "<IMG_CONTEXT>", _soft, True)
+
+
+def _soft(seen: Any) -> list[str]:
+    return [f"<start_of_image>{'<IMG_CONTEXT>' * int(count)}<end_of_image>"
+            for count in seen.pop("num_soft_tokens_per_image")]
+
+
 Makers = Mapping[str, Callable[[Mapping[str, int], dict[str, Any]], tuple[Any, Any]]]
 
 
@@ -164,14 +189,22 @@ def _internvl(ids: Mapping[str, int], text: dict[str, Any]) -> tuple[Any, Any]:
 class Expanded:
     """Does what a processor that itself needs torchvision does for pictures: each becomes what `written` says."""
 
-    def __init__(self, pictures: Any, mark: str, written: Callable[[Any], list[str]]) -> None:
+    def __init__(self, pictures: Any, mark: str, written: Callable[[Any], list[str]], typed: bool = False) -> None:
         self.pictures, self.tokenizer, self._mark, self._written = pictures, tokenizer(mark), mark, written
+        self._typed = typed
+
+    def save_pretrained(self, folder: Path) -> None:
+        self.pictures.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
 
     def __call__(self, text: list[str], images: list[list[Any]], **how: Any) -> Any:
         seen, (first, *rest) = self.pictures(images=images[0], return_tensors="pt"), text[0].split(self._mark)
         told = first + "".join(part + piece for part, piece in zip(self._written(seen), rest, strict=True))
         seen.pop("num_patches", None)
-        return hf.BatchFeature({**self.tokenizer([told], **how), **seen})
+        found = self.tokenizer([told], **how)
+        if self._typed:
+            found["mm_token_type_ids"] = (found["input_ids"] == self.tokenizer.convert_tokens_to_ids(self._mark)).int()
+        return hf.BatchFeature({**found, **seen})
 
 
 def _crops(seen: Any) -> list[str]:
@@ -187,6 +220,7 @@ FURTHER: Makers = {"mistral3": _mistral3, "internvl": _internvl}
 """Those whose processor is not saved with them here."""
 MAKERS: Makers = {
     "llava": _llava, "gemma3": _gemma3, "idefics3": _idefics3, "smolvlm": _smolvlm,
+    "gemma4": partial(_gemma4, small=False), "gemma4_small": partial(_gemma4, small=True),
     **{kind: partial(_qwen, kind=kind) for kind in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")},
 }
 

@@ -67,7 +67,8 @@ def read_chat(
     if not look:
         return ids, None
     prompt_ids(ids, engine.tokenizer, engine.runner.vocab_size, engine.runner.max_positions)  # refused before the work
-    return ids, Pictures(tuple(sense(one, engine.turn) for one in found.inputs()), sense.token, sense.mutual)
+    read = tuple(sense(one, engine.turn) for one in found.inputs())
+    return ids, Pictures(read, sense.token, sense.mutual, stand_in=sense.stand_in)
 
 
 def _media(engine: LoadedModel, urls: Sequence[str], seconds: float) -> tuple[Sense, _Media]:

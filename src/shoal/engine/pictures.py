@@ -9,12 +9,13 @@ from typing import Any
 from shoal.engine.data_urls import bytes_of
 from shoal.engine.loaded import LoadedModel
 from shoal.engine.picture_files import MOST_BYTES, all_decoded
-from shoal.engine.picture_processors import Written, patches, processor_of
+from shoal.engine.picture_processors import Written, counted, patches, processor_of
 from shoal.errors import Unsupported, told_by_transformers
 from shoal.model.vision import Vision
 
-_REPEATS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
-_IDS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+_QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
+_NOT_READ = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "num_soft_tokens_per_image")
+"""What processors make that no encoder takes."""
 
 
 class ShownPictures:
@@ -48,7 +49,8 @@ class ShownPictures:
         """What the encoder reads of each picture alone, so that it does not depend on those beside it."""
         with told_by_transformers("the model's processor of pictures"):
             made = [self._prepared(image) for image in self._images]
-        return [{key: one for key, one in found.items() if key not in _IDS and hasattr(one, "shape")} for found in made]
+        return [{key: one for key, one in found.items() if key not in _NOT_READ and hasattr(one, "shape")}
+                for found in made]
 
     def _prepared(self, image: Any) -> Mapping[str, Any]:
         if isinstance(self._prepare, Written):
@@ -71,11 +73,16 @@ def _processor(place: str) -> Any:
     from transformers import AutoConfig, AutoImageProcessor, AutoProcessor, AutoTokenizer
 
     try:
-        if AutoConfig.from_pretrained(place).model_type in _REPEATS:
-            tokenizer = AutoTokenizer.from_pretrained(place)
-            token = getattr(tokenizer, "image_token", None) or "<|image_pad|>"
-            return Written(AutoImageProcessor.from_pretrained(place), tokenizer, token, partial(patches, token=token))
-        return AutoProcessor.from_pretrained(place)
+        config = AutoConfig.from_pretrained(place)
+        if config.model_type not in (*_QWEN, "gemma4"):
+            return AutoProcessor.from_pretrained(place)
+        tokenizer, images = AutoTokenizer.from_pretrained(place), AutoImageProcessor.from_pretrained(place)
+        if config.model_type == "gemma4":
+            ids = config.boi_token_id, config.image_token_id, config.eoi_token_id
+            before, token, behind = tokenizer.convert_ids_to_tokens([*ids])
+            return Written(images, tokenizer, token, partial(counted, token=token, around=(before, behind)))
+        token = getattr(tokenizer, "image_token", None) or "<|image_pad|>"
+        return Written(images, tokenizer, token, partial(patches, token=token))
     except (ImportError, OSError, ValueError) as error:
         why = " ".join(str(error).split())[:300]
         raise Unsupported("pictures for this model", f"its processor cannot be made: {why}",

@@ -7,6 +7,7 @@ which layers run on which tokens. The model itself, its config included, is neve
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -17,7 +18,7 @@ from typing_extensions import override
 
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported, stays_here
-from shoal.model.config import context_of, layers_of, shared_sources, windows_of
+from shoal.model.config import GEMMA4, context_of, layers_of, shared_sources, windows_of
 from shoal.model.experts import Opened
 from shoal.model.kv.cache import KVCache
 from shoal.model.kv.layer import KVLayer
@@ -50,6 +51,7 @@ from shoal.model.runner import (
     adapters_of,
     axes_of,
     check_readers,
+    ids_of,
     lay_vectors,
     opened_in,
     run_layers,
@@ -65,6 +67,7 @@ class HFRunner(ModelRunner):
     """A causal language model of transformers, in eval mode, with sdpa or eager attention.
 
     Attributes:
+        full_ahead: whether nodes of a mutual chunk see those after them in layers without a window.
         prepacks: whether sequences of different lengths run together without padding.
         alone: whether each sequence runs by itself, for attention that derives positions from slots.
         singly: whether recurrent layers are given one token at a time, once they have a state.
@@ -84,6 +87,7 @@ class HFRunner(ModelRunner):
         self.vocab_size = int(config.vocab_size)
         self.max_positions = context_of(config)
         self.windows = windows_of(config)
+        self.full_ahead = config.model_type not in GEMMA4
         layers = find_layers(model, self.num_layers)
         self.device = model.get_input_embeddings().weight.device
         ids = torch.arange(1, 9, device=self.device)[None] % self.vocab_size
@@ -158,15 +162,16 @@ class HFRunner(ModelRunner):
         run_layers(self.num_layers, chunks, cache, call.run, call.padded, hook, start, self._keeping)
         return self.parts.head(call.wanted())
 
-    def ids(self, chunks: Sequence[SequenceChunk]) -> Tensor:
-        """Token ids [R, m]; short sequences are padded with their last token."""
+    def ids(self, chunks: Sequence[SequenceChunk], cache: KVCache) -> Tensor:
+        """Token ids [R, m], see `ids_of`; short sequences are padded with their last token."""
         width = max(len(chunk.tokens) for chunk in chunks)
-        ids = [[*chunk.tokens, *[chunk.tokens[-1]] * (width - len(chunk.tokens))] for chunk in chunks]
+        known = [ids_of(chunk, cache) for chunk in chunks]
+        ids = [[*own, *[own[-1]] * (width - len(own))] for own in known]
         return torch.tensor(ids, device=self.device)
 
     def embedded(self, chunks: Sequence[SequenceChunk], cache: KVCache) -> Tensor:
         """Embeddings [R, m, D], padded likewise."""
-        ids = self.ids(chunks)
+        ids = self.ids(chunks, cache)
         places = [positions(chunk, cache, 0, len(chunk.tokens), ids.shape[1]) for chunk in chunks]
         x = self.parts.embed(ids, torch.tensor(places, device=self.device))
         for states, chunk in zip(x, chunks, strict=True):
@@ -339,8 +344,10 @@ class _Call:
 
     def _views(self, piece: LayerWork, store: KVLayer) -> list[SequenceView]:
         """What the tokens of each sequence of a piece may see of a layer's storage."""
-        return [self.chunks[i].view(self.cache.positions[self.chunks[i].seq], store.starts[self.chunks[i].seq],
-                                    piece.first[i], piece.last[i]) for i in piece.chunks]
+        views = [self.chunks[i].view(self.cache.positions[self.chunks[i].seq], store.starts[self.chunks[i].seq],
+                                     piece.first[i], piece.last[i]) for i in piece.chunks]
+        behind = store.window is None and not self.runner.full_ahead
+        return [replace(view, mutual=False) for view in views] if behind else views
 
 
 class _PaddedCall(_Call):
@@ -483,7 +490,7 @@ class _PaddedCall(_Call):
     def _own(self) -> Tensor:
         """Inputs of layers' own [chunks, widest, layers, size]."""
         assert self.runner.parts.inputs is not None
-        return self.runner.parts.inputs(self.runner.ids(self.chunks), self._embedded)
+        return self.runner.parts.inputs(self.runner.ids(self.chunks, self.cache), self._embedded)
 
     @cached_property
     def _embedded(self) -> Tensor:

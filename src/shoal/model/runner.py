@@ -512,6 +512,17 @@ def pictures_in(chunk: SequenceChunk, cache: KVCache) -> PictureTokens | None:
     return PictureTokens(places, source, rows) if places else None
 
 
+def ids_of(chunk: SequenceChunk, cache: KVCache) -> Sequence[int]:
+    """A chunk's tokens as inputs of layers' own know them."""
+    seen = pictures_in(chunk, cache) if any(cache.encoded) else None
+    if seen is None or seen.pictures.stand_in is None:
+        return chunk.tokens
+    ids = list(chunk.tokens)
+    for place in seen.places:
+        ids[place] = seen.pictures.stand_in
+    return ids
+
+
 def turns_of(chunk: SequenceChunk, cache: KVCache) -> list[int]:
     """By which place each token of a chunk of text is turned: its position, but for what pictures before it take up."""
     places, source = chunk.positions(cache.positions[chunk.seq]), cache.encoded[chunk.seq]

@@ -15,14 +15,13 @@ from shoal.model.packed.source import Source
 from shoal.model.runner import ModelRunner
 from shoal.model.senses import EncoderParts, Sense, Turn, loader
 
-VISION = ("gemma3", "idefics3", "internvl", "lfm2_vl", "llava", "llava_next", "mistral3", "qwen2_5_vl", "qwen2_vl",
-          "qwen3_5", "qwen3_5_moe", "qwen3_vl", "smolvlm")
+VISION = ("gemma3", "gemma4", "idefics3", "internvl", "lfm2_vl", "llava", "llava_next", "mistral3", "qwen2_5_vl",
+          "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "smolvlm")
 """Model types whose pictures Shoal reads."""
-_MUTUAL = ("gemma3",)
-"""Those in which tokens of a picture see one another."""
 _PARTS = EncoderParts(
     "pictures", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
-    r"(?:^|\.)(?:vision_tower|vision_model|visual|multi_modal_projector|connector|image_newline)\b")
+    r"(?:^|\.)(?:vision_tower|vision_model|visual|multi_modal_projector|connector|embed_vision|image_newline)\b",
+    "audio_config")
 
 
 class Vision(Sense):
@@ -35,14 +34,15 @@ class Vision(Sense):
         token: the id that stands for each state of a picture.
         merge: how many rows, and columns, of patches a row of tokens is made of.
         mutual: whether tokens of a picture see one another.
+        stand_in: see `Pictures`.
     """
 
     def __init__(
         self, load: Callable[[], Any], runner: ModelRunner, place: str | PreprocessorConfig, token: int, mutual: bool,
-        merge: int
+        merge: int, stand_in: int | None
     ) -> None:
         super().__init__(load, runner, token)
-        self.place, self.mutual, self.merge = place, mutual, merge
+        self.place, self.mutual, self.merge, self.stand_in = place, mutual, merge, stand_in
 
     @override
     def _read(self, inputs: Mapping[str, Tensor], name: str, turn: Turn) -> Picture:
@@ -77,5 +77,7 @@ def vision_of(
     if load is None:
         return None
     token = config.image_token_id if hasattr(config, "image_token_id") else config.image_token_index
-    merge = getattr(config.vision_config, "spatial_merge_size", 1)
-    return Vision(load, runner, place, int(token), config.model_type in _MUTUAL, merge)
+    merge, text = getattr(config.vision_config, "spatial_merge_size", 1), config.get_text_config()
+    mutual = config.model_type == "gemma3" or getattr(text, "use_bidirectional_attention", None) == "vision"
+    stand_in = text.pad_token_id if getattr(text, "hidden_size_per_layer_input", None) else None
+    return Vision(load, runner, place, int(token), mutual, merge, stand_in)

@@ -53,6 +53,7 @@ class Pictures:
         places: positions of all their tokens, ascending; empty until `laid`.
         length: tokens of the prompt; 0 until then.
         ids: tokens that an answer may quote; a picture has none.
+        stand_in: the id by which inputs of layers' own know each of their tokens; None for `token`.
     """
 
     pictures: tuple[Picture, ...]
@@ -61,6 +62,7 @@ class Pictures:
     places: tuple[int, ...] = ()
     length: int = 0
     ids: tuple[int, ...] = ()
+    stand_in: int | None = None
 
     @cached_property
     def deeper(self) -> list[Tensor]:

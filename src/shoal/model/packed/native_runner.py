@@ -46,6 +46,7 @@ from shoal.model.runner import (
     adapters_of,
     encoded_of,
     greedy,
+    ids_of,
     lay_vectors,
     mark_shallow,
     missing_kv,
@@ -364,7 +365,7 @@ class NativeRunner(PackedRunner):
             positions.extend(turns_of(chunk, cache) if self.shape.axes else chunk.positions(base))
             if chunk.parents is None:  # a chain may go on for longer than nodes have numbers
                 base, own = base + chunk.fed, range(len(chunk.tokens))
-            ids.extend(chunk.tokens)
+            ids.extend(ids_of(chunk, cache))
             nodes.extend(own)
             bases.extend([base] * len(own))
             ancestors.extend(_ancestors(chunk))

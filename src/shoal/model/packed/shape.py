@@ -24,7 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING a
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING as SEQ_TO_SEQ
 
 from shoal.errors import Unsupported
-from shoal.model.config import context_of, widths_of, windows_of
+from shoal.model.config import GEMMA4, context_of, widths_of, windows_of
 from shoal.model.kv.chunk import Chunk
 from shoal.model.layers.latent import LatentSizes
 from shoal.model.packed.classics import READERS, Order, viewed
@@ -38,8 +38,7 @@ _HUNYUAN = ("hunyuan_v1_dense", "hunyuan_v1_moe")
 _CAPPED = ("gemma2", "t5_gemma_module")
 """Model types whose scores have a soft cap."""
 _GEMMA = ("gemma", "gemma3_text", *_CAPPED)
-_GEMMA4 = ("gemma4_text", "gemma4_unified_text")
-_GEMMA_SCALED = (*_GEMMA, *_GEMMA4, "gemma3n_text")
+_GEMMA_SCALED = (*_GEMMA, *GEMMA4, "gemma3n_text")
 """Model types whose embeddings are multiplied by the root of their size."""
 _INTERLEAVED = ("glm", "glm4", "helium", "ernie4_5", "ernie4_5_moe", "cohere", "cohere2", "gptj", "codegen",
                 "llama4_text", "cohere2_moe")
@@ -154,6 +153,7 @@ class Shape:
         distance_ranges: how many ranges of distances have biases of their own, and the distance where the last one
             begins (T5); or None.
         windows_ahead: whether in layers with a window, too, nodes of a mutual chunk see those after them.
+        full_ahead: whether they do in layers without one.
     """
 
     hidden: int
@@ -209,6 +209,7 @@ class Shape:
     head_norm: bool = True
     axes: tuple[int, ...] = ()
     windows_ahead: bool = True
+    full_ahead: bool = True
     streams: StreamSizes | None = None
     cutoffs: tuple[float | None, ...] = ()
     sub_norms: bool = False
@@ -305,6 +306,10 @@ class Shape:
         if self.source(layer) is None:
             sides = 1 + self.heads_of(layer).own_values
         return (self.heads + sides * sizes.kv_heads) * sizes.head_dim + self.gate_rows
+
+    def sees_ahead(self, window: int | None) -> bool:
+        """Whether nodes of a mutual chunk see those after them in layers with that window, or with none."""
+        return self.full_ahead if window is None else self.windows_ahead
 
     @property
     def gate_rows(self) -> int:
@@ -406,7 +411,7 @@ def shape_of(config: Any, dtype: torch.dtype = torch.float64) -> Shape:
         return replace(shape, unit_heads=bool(text.use_qk_norm), warmth=warmth)
     if text.model_type == "ministral3":
         return replace(shape, warmth=_ministral3(text))
-    if text.model_type in _GEMMA4:
+    if text.model_type in GEMMA4:
         return replace(shape, **_gemma4(text, shape))
     if text.model_type == "cohere2_moe":
         return replace(shape, **_cohere2_moe(text, shape))
@@ -472,6 +477,7 @@ def _gemma4(text: Any, shape: Shape) -> dict[str, Any]:
     wide = 2 if text.use_double_wide_mlp else 1
     ffns = tuple(width * (1 if shape.source(i) is None else wide) for i, width in enumerate(shape.ffns))
     return {"sizes": sizes, "kv_heads": min(one.kv_heads for one in sizes), "attention_scale": 1.0, "ffns": ffns,
+            "full_ahead": False,
             "head_dim": max(one.head_dim for one in sizes), "rotary_dim": max(one.rotary_dim for one in sizes)}
 
 
@@ -672,7 +678,7 @@ def _frequencies(
 ) -> tuple[Tensor, float] | None:
     """Angles per position [rotary_dim / 2] and the factor of cos and sin; None if only the model's code has them."""
     name = rope.get("rope_type", "default")
-    if name == "proportional" and text.model_type in _GEMMA4:
+    if name == "proportional" and text.model_type in GEMMA4:
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
         angles, factor = ROPE_INIT_FUNCTIONS[name](text, device, layer_type=kind)
@@ -704,7 +710,7 @@ def head_dim_of(text: Any) -> int:
 
 def of_layer(text: Any, layer: int | str | None) -> Any:
     """The config of a layer, or of a type of layers, where their sizes differ; otherwise the whole config."""
-    return text.per_layer_config[layer] if text.model_type in _GEMMA4 and layer is not None else text
+    return text.per_layer_config[layer] if text.model_type in GEMMA4 and layer is not None else text
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
