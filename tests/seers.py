@@ -101,21 +101,20 @@ def _qwen(ids: Mapping[str, int], text: dict[str, Any], kind: str) -> tuple[Any,
         config = hf.Qwen2_5_VLConfig(text_config={**text, "rope_parameters": rope}, **own, vision_config={
             **patches, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64, "window_size": 32,
             "fullatt_block_indexes": [1]})
-    elif kind in ("qwen3_5", "qwen3_5_moe"):
-        rope |= {"mrope_section": [2, 1, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.5}
-        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-                   "shared_expert_intermediate_size": 32} if kind.endswith("moe") else {}
-        config = hf.AutoConfig.for_model(kind, text_config={
-            **text, **experts, "head_dim": 16, "rope_parameters": rope, "linear_key_head_dim": 16,
-            "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-            "layer_types": ["linear_attention", "full_attention", "linear_attention"]}, **own, vision_config={
-            **patches, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64,
-            "num_position_embeddings": 16})
     else:
         rope["mrope_interleaved"] = True
-        config = hf.Qwen3VLConfig(text_config={**text, "head_dim": 16, "rope_parameters": rope}, **own, vision_config={
-            **patches, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64, "num_position_embeddings": 16,
-            "deepstack_visual_indexes": [0, 1]})
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+        more = {**text, "head_dim": 16, "rope_parameters": rope, **(experts if kind.endswith("moe") else {})}
+        sight = {**patches, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64,
+                 "num_position_embeddings": 16}
+        if kind.startswith("qwen3_5"):
+            rope |= {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
+            more |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2,
+                     "linear_num_value_heads": 4, "shared_expert_intermediate_size": 32,
+                     "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+        else:
+            sight["deepstack_visual_indexes"] = [0, 1]
+        config = hf.AutoConfig.for_model(kind, text_config=more, vision_config=sight, **own)
     size = {"shortest_edge": 256, "longest_edge": 4096}
     pictures = by_pillow("Qwen2VLImageProcessor")(patch_size=8, merge_size=2, size=size)
     return config, Patched(pictures, tokenizer("<|vision_start|><|image_pad|><|vision_end|>", "<|image_pad|>"))
@@ -221,7 +220,8 @@ FURTHER: Makers = {"mistral3": _mistral3, "internvl": _internvl}
 MAKERS: Makers = {
     "llava": _llava, "gemma3": _gemma3, "idefics3": _idefics3, "smolvlm": _smolvlm,
     "gemma4": partial(_gemma4, small=False), "gemma4_small": partial(_gemma4, small=True),
-    **{kind: partial(_qwen, kind=kind) for kind in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")},
+    **{kind: partial(_qwen, kind=kind) for kind in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5",
+                                                  "qwen3_5_moe")},
 }
 
 
@@ -250,6 +250,13 @@ def _bare(kind: str) -> tuple[Any, dict[str, Tensor]]:
             text_config=hf.MistralConfig(**text, head_dim=16), image_token_index=99,
             vision_config=hf.PixtralVisionConfig(**_SIGHT, head_dim=8), spatial_merge_size=2, vision_feature_layer=-1)
         return config, {"pixel_values": pixels, "image_sizes": torch.tensor([[32, 16]])}
+    if kind == "llama4":
+        sight = {**_SIGHT, "intermediate_size": 128, "vision_output_dim": 48, "projector_input_dim": 48,
+                 "projector_output_dim": 48}
+        config = hf.Llama4Config(text_config=hf.Llama4TextConfig(
+            **text, head_dim=16, attention_chunk_size=8, no_rope_layer_interval=3, num_local_experts=4, moe_layers=[1],
+            intermediate_size_mlp=40), vision_config=hf.Llama4VisionConfig(**sight), image_token_index=99)
+        return config, {"pixel_values": torch.randn(2, 3, 32, 32)}
     if kind == "llava_next":
         config = hf.LlavaNextConfig(
             text_config=hf.LlamaConfig(**text), vision_config=hf.CLIPVisionConfig(**_SIGHT, projection_dim=32),
@@ -263,7 +270,7 @@ def _bare(kind: str) -> tuple[Any, dict[str, Tensor]]:
                     "pixel_attention_mask": torch.ones(1, 16, dtype=torch.int64)}
 
 
-BARE = ("internvl", "lfm2_vl", "llava_next", "mistral3")
+BARE = ("internvl", "lfm2_vl", "llama4", "llava_next", "mistral3")
 
 
 def bare_seer(kind: str) -> tuple[Any, dict[str, Tensor], int]:

@@ -66,6 +66,20 @@ def test_answers_are_those_of_transformers(kind: str, method: str) -> None:
     assert found == wanted[: len(found)] and (len(found) == 24 or wanted[len(found)] == engine.tokenizer.eos_token_id)
 
 
+def test_experts_are_read_as_published_and_as_saved(tmp_path: Path) -> None:
+    """Of Qwen3-VL's mixtures, whose published files have columns for outputs."""
+    from safetensors.torch import load_file, save_file
+
+    engine, _, _ = made("qwen3_vl_moe")
+    seers.write(tmp_path, "qwen3_vl_moe")
+    state = load_file(file := tmp_path / "model.safetensors")
+    save_file({name: one.mT.contiguous() if ".experts." in name else one for name, one in state.items()}, file,
+              {"format": "pt"})
+    told = [one.generate(asked(seers.picture(1)), max_new_tokens=8, temperature=0.0, logprobs=2)
+            for one in (engine, shoal.load(str(tmp_path), dtype="float32"))]
+    assert told[0].tokens == told[1].tokens and told[0].logprobs == told[1].logprobs
+
+
 @pytest.mark.parametrize("kind", [*seers.BARE])
 def test_logits_are_those_of_transformers_without_a_processor(kind: str, tmp_path: Path) -> None:
     """Of types whose processors need torchvision: their encoders' inputs are made by hand."""
@@ -77,8 +91,14 @@ def test_logits_are_those_of_transformers_without_a_processor(kind: str, tmp_pat
     ids = [5, 6, *[token] * len(picture.states), 7, 8, 9]
     with torch.no_grad():
         wanted = model(input_ids=torch.tensor([ids]), **inputs).logits[0]
-    found = seers.logits_of(engine, ids, Pictures((picture,), token), 1000)
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+        pictures, inputs["input_ids"] = Pictures((picture,), token), torch.tensor([ids])
+        told = model.generate(**inputs, max_new_tokens=12, do_sample=False, eos_token_id=None)[0, len(ids) :].tolist()
+    for most in (1, 7, 1000):
+        found = seers.logits_of(engine, ids, pictures, most)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+    for method in ("full", "prompt_lookup"):
+        answer = engine.generate(ids, source=pictures, method=method, max_new_tokens=12, temperature=0.0)
+        assert list(answer.tokens) == told
 
 
 @pytest.mark.parametrize("kind", ON_MODULES)

@@ -13,7 +13,7 @@ from shoal.engine.picture_processors import Written, counted, patches, processor
 from shoal.errors import Unsupported, told_by_transformers
 from shoal.model.vision import Vision
 
-_QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
+_QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 _NOT_READ = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "num_soft_tokens_per_image")
 """What processors make that no encoder takes."""
 

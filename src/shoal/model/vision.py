@@ -15,8 +15,8 @@ from shoal.model.packed.source import Source
 from shoal.model.runner import ModelRunner
 from shoal.model.senses import EncoderParts, Sense, Turn, loader
 
-VISION = ("gemma3", "gemma4", "idefics3", "internvl", "lfm2_vl", "llava", "llava_next", "mistral3", "qwen2_5_vl",
-          "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "smolvlm")
+VISION = ("gemma3", "gemma4", "idefics3", "internvl", "lfm2_vl", "llama4", "llava", "llava_next", "mistral3",
+          "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm")
 """Model types whose pictures Shoal reads."""
 _PARTS = EncoderParts(
     "pictures", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
@@ -49,7 +49,10 @@ class Vision(Sense):
         with turn():
             found = self.module.get_image_features(**inputs)
         deeper = tuple(map(_joined, getattr(found, "deepstack_features", None) or ()))
-        return Picture(_joined(found.pooler_output), name, self.grid(inputs), deeper)
+        states = found.pooler_output
+        if states is None:  # Llama 4 projects what its encoder gives elsewhere
+            states = self.module.multi_modal_projector(found.last_hidden_state)
+        return Picture(_joined(states), name, self.grid(inputs), deeper)
 
     def grid(self, inputs: Mapping[str, Tensor]) -> tuple[int, int] | None:
         """Rows and columns of a picture's tokens, where these are turned by them."""

@@ -370,7 +370,7 @@ def shape_of(config: Any, dtype: torch.dtype = torch.float64) -> Shape:
         windows=windows_of(text),
         rotary=_rotary(text, list(ropes)),
         axes=_axes(text, ropes[None]) if text.model_type in TURNED else (),
-        tied=bool(getattr(text, "tie_word_embeddings", getattr(config, "tie_word_embeddings", False))),
+        tied=_tied(config if text.model_type in PLACED else text, config),
         max_positions=context_of(text),
         interleaved=text.model_type in _INTERLEAVED,
         norm_offset=1.0 if text.model_type in _CENTRED else 0.0,
@@ -581,6 +581,11 @@ def _rotated(rope: dict[str, Any]) -> float:
 
 def _misfit(config: Any, why: str) -> Unsupported:
     return Unsupported(f"the packed backend for model type {config.model_type!r}", why, REMEDY)
+
+
+def _tied(first: Any, config: Any) -> bool:
+    """Whether the head is the embedding, as the first of two configs that says something has it."""
+    return bool(getattr(first, "tie_word_embeddings", getattr(config, "tie_word_embeddings", False)))
 
 
 def _axes(text: Any, rope: dict[str, Any]) -> tuple[int, ...]:
