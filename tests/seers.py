@@ -102,15 +102,15 @@ def _qwen(ids: Mapping[str, int], text: dict[str, Any], kind: str) -> tuple[Any,
             **patches, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64, "window_size": 32,
             "fullatt_block_indexes": [1]})
     else:
-        rope["mrope_interleaved"] = True
-        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-        more = {**text, "head_dim": 16, "rope_parameters": rope, **(experts if kind.endswith("moe") else {})}
+        rope["mrope_interleaved"], mixed = True, kind.endswith("moe")
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24} if mixed else {}
+        more = {**text, "head_dim": 16, "rope_parameters": rope, **experts}
         sight = {**patches, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64,
                  "num_position_embeddings": 16}
         if kind.startswith("qwen3_5"):
             rope |= {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
             more |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2,
-                     "linear_num_value_heads": 4, "shared_expert_intermediate_size": 32,
+                     "linear_num_value_heads": 4 if mixed else 2, "shared_expert_intermediate_size": 32,
                      "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
         else:
             sight["deepstack_visual_indexes"] = [0, 1]

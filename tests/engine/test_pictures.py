@@ -277,6 +277,14 @@ def test_models_of_text_refuse_pictures() -> None:
             ask(asked(seers.picture(1)))
 
 
+def test_turns_must_fit_the_rotated_dimensions(tmp_path: Path) -> None:
+    model, _ = seers.seer("qwen3_5")
+    model.config.text_config.rope_parameters["mrope_section"] = [3, 3, 2]
+    model.save_pretrained(tmp_path)
+    with pytest.raises(Unsupported, match=r"mrope_section is \[3, 3, 2\], which must be 4 together"):
+        shoal.load(str(tmp_path), dtype="float32", backend="packed")
+
+
 def test_pictures_must_fit_the_prompt() -> None:
     engine, _, _ = made("llava")
     ids, pictures = read_chat(engine, asked(seers.picture(1), "What?"))

@@ -369,7 +369,7 @@ def shape_of(config: Any, dtype: torch.dtype = torch.float64) -> Shape:
         activation=_ACTIVATIONS[activation],
         windows=windows_of(text),
         rotary=_rotary(text, list(ropes)),
-        axes=_axes(text, ropes[None]) if text.model_type in TURNED else (),
+        axes=_axes(config, text, ropes.get(None, {}), _rotary_dim(head_dim, latent, ropes) // 2),
         tied=_tied(config if text.model_type in PLACED else text, config),
         max_positions=context_of(text),
         interleaved=text.model_type in _INTERLEAVED,
@@ -583,20 +583,28 @@ def _misfit(config: Any, why: str) -> Unsupported:
     return Unsupported(f"the packed backend for model type {config.model_type!r}", why, REMEDY)
 
 
+_SECTIONS = (11, 11, 10)
+"""Transformers' `mrope_section` of Qwen3.5 where a config has none."""
+
+
 def _tied(first: Any, config: Any) -> bool:
     """Whether the head is the embedding, as the first of two configs that says something has it."""
     return bool(getattr(first, "tie_word_embeddings", getattr(config, "tie_word_embeddings", False)))
 
 
-def _axes(text: Any, rope: dict[str, Any]) -> tuple[int, ...]:
+def _axes(config: Any, text: Any, rope: dict[str, Any], pairs: int) -> tuple[int, ...]:
     """Which place turns each pair of dimensions (Wang et al., 2024, arXiv 2409.12191, section 2.1, M-RoPE).
 
     Qwen2-VL gives each place one run of pairs, Qwen3-VL and Qwen3.5 give them by turns as long as rows and columns have
-    some. None in texts of Qwen3.5 whose config does not say.
+    some. None in models that see no pictures.
     """
-    if text.model_type not in PLACED and "mrope_section" not in rope:
+    if text.model_type not in TURNED or (config is text and "mrope_section" not in rope):
         return ()
-    sizes = [int(size) for size in rope["mrope_section"]]
+    sizes = [int(size) for size in rope.get("mrope_section", _SECTIONS)]
+    if sum(sizes) != pairs:
+        if config is text and text.model_type not in PLACED:
+            return ()
+        raise _misfit(text, f"its mrope_section is {sizes}, which must be {pairs} together")
     if text.model_type in PLACED and not rope.get("mrope_interleaved"):
         return tuple(axis for axis, size in enumerate(sizes) for _ in range(size))
     return tuple(pair % 3 if pair < 3 * sizes[pair % 3] else 0 for pair in range(sum(sizes)))
