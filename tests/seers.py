@@ -67,7 +67,7 @@ def _gemma3(ids: Mapping[str, int], text: dict[str, Any]) -> tuple[Any, Any]:
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     config = hf.Gemma3Config(
         text_config=hf.Gemma3TextConfig(
-            **text, head_dim=16, query_pre_attn_scalar=16, sliding_window=24, layer_types=kinds),
+            **text, head_dim=16, query_pre_attn_scalar=16, sliding_window=12, layer_types=kinds),
         vision_config=hf.SiglipVisionConfig(**_SIGHT, vision_use_head=False), mm_tokens_per_image=16,
         image_token_index=ids["<image_soft_token>"],
         boi_token_index=ids["<start_of_image>"], eoi_token_index=ids["<end_of_image>"])
@@ -165,6 +165,19 @@ def _soft(seen: Any) -> list[str]:
             for count in seen.pop("num_soft_tokens_per_image")]
 
 
+def _paligemma(ids: Mapping[str, int], text: dict[str, Any], second: bool) -> tuple[Any, Any]:
+    sight = {**_SIGHT, "vision_use_head": False}
+    own = hf.Gemma2Config(**text, head_dim=16, query_pre_attn_scalar=16, sliding_window=24, layer_types=[
+        "sliding_attention", "full_attention", "sliding_attention"]) if second else hf.GemmaConfig(**text, head_dim=16)
+    config = hf.PaliGemmaConfig(text_config=own, vision_config=hf.SiglipVisionConfig(**sight), projection_dim=64,
+                                hidden_size=64, image_token_index=ids["<image>"], vocab_size=text["vocab_size"])
+    pictures = by_pillow("SiglipImageProcessor")(size={"height": 32, "width": 32})
+    pictures.image_seq_length = 16
+    tokens = tokenizer("")
+    tokens.chat_template = None
+    return config, hf.PaliGemmaProcessor(pictures, tokens)
+
+
 Makers = Mapping[str, Callable[[Mapping[str, int], dict[str, Any]], tuple[Any, Any]]]
 
 
@@ -220,6 +233,7 @@ FURTHER: Makers = {"mistral3": _mistral3, "internvl": _internvl}
 MAKERS: Makers = {
     "llava": _llava, "gemma3": _gemma3, "idefics3": _idefics3, "smolvlm": _smolvlm,
     "gemma4": partial(_gemma4, small=False), "gemma4_small": partial(_gemma4, small=True),
+    "paligemma": partial(_paligemma, second=False), "paligemma2": partial(_paligemma, second=True),
     **{kind: partial(_qwen, kind=kind) for kind in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5",
                                                   "qwen3_5_moe")},
 }
@@ -338,7 +352,11 @@ def asked(*parts: str | Image.Image) -> list[dict[str, Any]]:
 
 def inputs_of(processor: Any, messages: list[dict[str, Any]], images: list[Any]) -> Any:
     """What transformers' model takes of a conversation and its pictures."""
-    text = processor.tokenizer.apply_chat_template(bare(messages), tokenize=False, add_generation_prompt=True)
+    if processor.tokenizer.chat_template is None:  # as PaliGemma's
+        parts = messages[0]["content"]
+        text = "<image>" * len(images) + "".join(part["text"] for part in parts if part["type"] == "text")
+    else:
+        text = processor.tokenizer.apply_chat_template(bare(messages), tokenize=False, add_generation_prompt=True)
     return processor(text=[text], images=[images], add_special_tokens=False, return_tensors="pt")
 
 

@@ -167,10 +167,11 @@ def test_graphs_are_not_asked_for_pictures(tmp_path: Path, monkeypatch: pytest.M
     assert asked_of == [1, 1, 1]  # steps after the prompt
 
 
-@pytest.mark.parametrize("kind", ["llava", "gemma3", "gemma4", "gemma4_small", "qwen2_5_vl", "qwen3_5"])
+@pytest.mark.parametrize("kind", ["llava", "gemma3", "gemma4", "gemma4_small", "paligemma2", "qwen2_5_vl", "qwen3_5"])
 def test_a_batch_is_each_alone(kind: str) -> None:
     engine, _, _ = made(kind)
-    prompts: list[Any] = [asked("One ", seers.picture(1)), [{"role": "user", "content": "No picture"}],
+    bare = "No picture" if kind == "paligemma2" else [{"role": "user", "content": "No picture"}]  # it has no template
+    prompts: list[Any] = [asked("One ", seers.picture(1)), bare,
                           asked(seers.picture(2), seers.picture(5, 70, 40), "Two, and more words")]
     together = engine.generate(prompts, max_new_tokens=12, temperature=0.0)
     alone = [engine.generate(prompt, max_new_tokens=12, temperature=0.0) for prompt in prompts]
@@ -219,6 +220,16 @@ def test_a_session_keeps_what_it_has_seen(kind: str) -> None:
         turn = session.stream(said)
         list(turn)
         assert turn.result.tokens == engine.generate(session.messages[:-1], temperature=0.0, max_new_tokens=6).tokens
+
+
+def test_a_prompt_that_sees_itself_is_no_other_ones_prefix() -> None:
+    engine, _, _ = made("paligemma")
+    with Scheduler(engine, prefix_bytes=1 << 26) as scheduler:
+        first, again = read_by(scheduler, "See ", seers.picture(1)), read_by(scheduler, "See ", seers.picture(1))
+        assert first == again and again[1] == 0
+        longer = read_by(scheduler, "See ", seers.picture(1), " and more")
+    assert longer[0] == list(engine.generate(asked("See ", seers.picture(1), " and more"), max_new_tokens=8,
+                                             temperature=0.0).tokens)
 
 
 def test_a_chat_reads_no_picture_again(monkeypatch: pytest.MonkeyPatch) -> None:

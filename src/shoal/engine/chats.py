@@ -68,7 +68,7 @@ def read_chat(
         return ids, None
     prompt_ids(ids, engine.tokenizer, engine.runner.vocab_size, engine.runner.max_positions)  # refused before the work
     read = tuple(sense(one, engine.turn) for one in found.inputs())
-    return ids, Pictures(read, sense.token, sense.mutual, stand_in=sense.stand_in)
+    return ids, Pictures(read, sense.token, sense.mutual, stand_in=sense.stand_in, prefix=sense.prefix)
 
 
 def _media(engine: LoadedModel, urls: Sequence[str], seconds: float) -> tuple[Sense, _Media]:

@@ -14,8 +14,13 @@ from shoal.errors import Unsupported, told_by_transformers
 from shoal.model.vision import Vision
 
 _QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
-_NOT_READ = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "num_soft_tokens_per_image")
+_NOT_READ = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "num_soft_tokens_per_image",
+             "labels")
 """What processors make that no encoder takes."""
+_PICTURES_FIRST = "".join(
+    "{% for message in messages %}{% for part in message['content'] %}{% if part['type'] == '" + kind + "' %}" + told
+    + "{% endif %}{% endfor %}{% endfor %}" for kind, told in (("image", "<image>"), ("text", "{{ part['text'] }}")))
+"""A chat template for PaliGemma, which has none: its processor puts what belongs between pictures and text."""
 
 
 class ShownPictures:
@@ -33,6 +38,8 @@ class ShownPictures:
         place = vision.place
         self._prepare = _processor(place) if isinstance(place, str) else processor_of(place, tokenizer)
         self.chat_template: str | None = getattr(self._prepare, "chat_template", None)
+        if self.chat_template is None and vision.prefix:
+            self.chat_template = _PICTURES_FIRST
 
     def mark(self, number: int) -> str:
         """What stands for a picture in a text that the processor reads."""

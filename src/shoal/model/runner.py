@@ -55,6 +55,7 @@ class SequenceView:
         parents: parent of each node; None for a chain.
         depths: distance of each node from node 0; None for a chain (node j at distance j).
         mutual: whether the nodes of a chain also see those after them.
+        beyond: whether these see one another however wide the window is.
     """
 
     base: int
@@ -64,6 +65,7 @@ class SequenceView:
     parents: Sequence[int] | None = None
     depths: Sequence[int] | None = None
     mutual: bool = False
+    beyond: bool = False
 
     @property
     def slots(self) -> int:

@@ -57,11 +57,12 @@ class Sense(ABC):
 
     Attributes:
         mutual: whether tokens of one see one another.
-        stand_in: see `Pictures`.
+        stand_in, prefix: see `Pictures`.
     """
 
     mutual = False
     stand_in: int | None = None
+    prefix = False
 
     def __init__(self, load: Callable[[], Any], runner: ModelRunner, token: int) -> None:
         self._load, self._runner, self.token = load, runner, token

@@ -16,7 +16,7 @@ from shoal.model.runner import ModelRunner
 from shoal.model.senses import EncoderParts, Sense, Turn, loader
 
 VISION = ("gemma3", "gemma4", "idefics3", "internvl", "lfm2_vl", "llama4", "llava", "llava_next", "mistral3",
-          "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm")
+          "paligemma", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm")
 """Model types whose pictures Shoal reads."""
 _PARTS = EncoderParts(
     "pictures", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
@@ -34,15 +34,16 @@ class Vision(Sense):
         token: the id that stands for each state of a picture.
         merge: how many rows, and columns, of patches a row of tokens is made of.
         mutual: whether tokens of a picture see one another.
-        stand_in: see `Pictures`.
+        stand_in, prefix: see `Pictures`.
     """
 
     def __init__(
         self, load: Callable[[], Any], runner: ModelRunner, place: str | PreprocessorConfig, token: int, mutual: bool,
-        merge: int, stand_in: int | None
+        merge: int, stand_in: int | None, prefix: bool
     ) -> None:
         super().__init__(load, runner, token)
-        self.place, self.mutual, self.merge, self.stand_in = place, mutual, merge, stand_in
+        self.place, self.mutual, self.merge = place, mutual, merge
+        self.stand_in, self.prefix = stand_in, prefix
 
     @override
     def _read(self, inputs: Mapping[str, Tensor], name: str, turn: Turn) -> Picture:
@@ -83,4 +84,4 @@ def vision_of(
     merge, text = getattr(config.vision_config, "spatial_merge_size", 1), config.get_text_config()
     mutual = config.model_type == "gemma3" or getattr(text, "use_bidirectional_attention", None) == "vision"
     stand_in = text.pad_token_id if getattr(text, "hidden_size_per_layer_input", None) else None
-    return Vision(load, runner, place, int(token), mutual, merge, stand_in)
+    return Vision(load, runner, place, int(token), mutual, merge, stand_in, config.model_type == "paligemma")

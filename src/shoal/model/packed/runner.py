@@ -406,12 +406,13 @@ class _Pass:
         if chunk.mutual and not self.runner.shape.sees_ahead(store.window):
             chunk = replace(chunk, mutual=False)
         seqs, counts, base = [chunk.seq], [last - first], self.cache.positions[chunk.seq]
-        if k is not None and v is not None:
+        if k is not None:
             store.make_room(seqs, counts)
-            view = chunk.view(base, store.starts[chunk.seq], first, last)
+        view = chunk.view(base, store.starts[chunk.seq], first, last)
+        view = replace(view, beyond=True) if chunk.mutual and self.runner.shape.beyond_windows else view
+        if k is not None and v is not None:
             keys, values = store.append(k.transpose(0, 1)[None], v.transpose(0, 1)[None], seqs, counts)
         else:
-            view = chunk.view(base, store.starts[chunk.seq], first, last)
             keys, values = (one[None] for one in store.read(chunk.seq, view.slots, q.dtype))
         queries, bias = q.transpose(0, 1), store.bias[chunk.seq]
         own, sinks = self.runner.weights.layers[layer].differential, self.runner.weights.layers[layer].sinks

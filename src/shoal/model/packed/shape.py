@@ -154,6 +154,7 @@ class Shape:
             begins (T5); or None.
         windows_ahead: whether in layers with a window, too, nodes of a mutual chunk see those after them.
         full_ahead: whether they do in layers without one.
+        beyond_windows: whether they see one another however wide the window is.
     """
 
     hidden: int
@@ -210,6 +211,7 @@ class Shape:
     axes: tuple[int, ...] = ()
     windows_ahead: bool = True
     full_ahead: bool = True
+    beyond_windows: bool = False
     streams: StreamSizes | None = None
     cutoffs: tuple[float | None, ...] = ()
     sub_norms: bool = False
@@ -336,7 +338,8 @@ def shape_of(config: Any, dtype: torch.dtype = torch.float64) -> Shape:
     activation = getattr(text, "hidden_activation", None) or getattr(text, "hidden_act", "silu")
     if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         raise _misfit(text, f"its activation {activation!r} is not among {', '.join(_ACTIVATIONS)}")
-    if getattr(text, "use_bidirectional_attention", False) not in (None, False, "vision"):  # of images alone
+    ahead = getattr(text, "use_bidirectional_attention", False)
+    if ahead not in (None, False, "vision") and config.model_type != "paligemma":  # of prompts with images alone
         raise _misfit(text, "its tokens see later ones")
     ropes = ropes_of(text)
     for kind, rope in ropes.items():
@@ -402,6 +405,7 @@ def shape_of(config: Any, dtype: torch.dtype = torch.float64) -> Shape:
         layer_input=int(getattr(text, "hidden_size_per_layer_input", None) or 0),
         head_norm=MODELS[text.model_type].names.final_norm is not None,
         distance_ranges=getattr(text, "distance_ranges", None),
+        beyond_windows=config.model_type == "paligemma",
     )
     if shape.distance_ranges is not None and text.is_gated_act:
         kinds = tuple(replace(kind, gated_mlp=True, plain_mlp=False) for kind in kinds)
