@@ -120,7 +120,7 @@ def test_modules_see_too(kind: str, most: int) -> None:
 
 @pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.why_not()}")
 @pytest.mark.parametrize("most", [1, 7, 30])
-@pytest.mark.parametrize("kind", ["llava", "smolvlm", "gemma4_small"])
+@pytest.mark.parametrize("kind", ["llava", "smolvlm", "gemma4_small", "qwen2_vl", "qwen2_5_vl", "qwen3_5"])
 def test_pieces_of_a_prompt_change_no_bit(kind: str, most: int) -> None:
     """Where the kernels read pictures too."""
     engine, _, _ = made(kind)
@@ -146,6 +146,29 @@ def test_a_node_of_a_tree_behind_a_picture_has_the_bits_of_its_path(kind: str) -
             alone = runner.forward([SequenceChunk(0, [tokens[node]], [1], full)], cache)
             cache.commit(0, range(1))
             assert torch.equal(found[node], alone[0])
+
+
+@pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.why_not()}")
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_5"])
+def test_kernels_read_turned_pictures_beside_other_sequences(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _, _ = made(kind)
+    runner, plan = engine.runner, DepthPlan.full(engine.runner.num_layers)
+    monkeypatch.setattr(PackedRunner, "forward", lambda *_, **__: pytest.fail("plain torch runs"))
+    laid = list[Pictures]()
+    cache, chunks = runner.new_cache(3), list[SequenceChunk]()
+    for seq, size in enumerate((90, 40)):
+        ids, pictures = read_chat(engine, asked(seers.picture(seq, size, 50), "What?"))
+        assert pictures is not None
+        laid.append(pictures.laid(ids))
+        cache.attach(seq, laid[-1])
+        chunks.append(SequenceChunk(seq, ids, [0] * len(ids), plan, wanted=len(ids)))
+    chunks.append(SequenceChunk(2, ids[-9:], [0] * 9, plan, wanted=9))
+    found = runner.forward(chunks, cache).split([len(chunk.tokens) for chunk in chunks])
+    for chunk, own in zip(chunks, found, strict=True):
+        alone = runner.new_cache(3)
+        if chunk.seq < 2:
+            alone.attach(chunk.seq, laid[chunk.seq])
+        assert torch.equal(runner.forward([chunk], alone), own)
 
 
 def test_graphs_are_not_asked_for_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
