@@ -416,13 +416,10 @@ class NativeRunner(PackedRunner):
         if not self.shape.axes or len(chunks) > 1 or not turned_apart(chunks[0], cache):
             yield
             return
-        begin, cos, sin = cache.positions[chunks[0].seq] + chunks[0].fed, self.rotary.cos, self.rotary.sin
+        begin, known = cache.positions[chunks[0].seq] + chunks[0].fed, (self.rotary.cos, self.rotary.sin)
         each, pairs = axes_of(chunks[0], cache)[list(self.shape.axes)].T, torch.arange(len(self.shape.axes))
-        self.decoder.turn(*(torch.cat([table[:, :begin], table[:, each, pairs]], 1) for table in (cos, sin)))
-        try:
+        with self.decoder.turned(*(torch.cat([table[:, :begin], table[:, each, pairs]], 1) for table in known)):
             yield
-        finally:
-            self.decoder.turn(cos, sin)
 
     def _extend_tables(self, positions: int) -> None:
         self.rotary.reach(positions)
