@@ -245,6 +245,12 @@ def test_a_session_keeps_what_it_has_seen(kind: str) -> None:
         assert turn.result.tokens == engine.generate(session.messages[:-1], temperature=0.0, max_new_tokens=6).tokens
 
 
+def test_a_model_without_a_chat_template_reads_one_message() -> None:
+    with pytest.raises(ValueError, match="reads one message, with its pictures"):
+        read_chat(made("paligemma")[0], [*asked(seers.picture(1)), {"role": "assistant", "content": "A"},
+                                         *asked("And?")])
+
+
 def test_a_prompt_that_sees_itself_is_no_other_ones_prefix() -> None:
     engine, _, _ = made("paligemma")
     with Scheduler(engine, prefix_bytes=1 << 26) as scheduler:

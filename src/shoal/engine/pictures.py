@@ -17,9 +17,10 @@ _QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3
 _NOT_READ = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "num_soft_tokens_per_image",
              "labels")
 """What processors make that no encoder takes."""
-_PICTURES_FIRST = "".join(
-    "{% for message in messages %}{% for part in message['content'] %}{% if part['type'] == '" + kind + "' %}" + told
-    + "{% endif %}{% endfor %}{% endfor %}" for kind, told in (("image", "<image>"), ("text", "{{ part['text'] }}")))
+_PICTURES_FIRST = (
+    "{% if messages | length > 1 %}{{ raise_exception('this model reads one message, with its pictures') }}{% endif %}"
+    + "".join("{% for part in messages[0]['content'] %}{% if part['type'] == '" + kind + "' %}" + told
+              + "{% endif %}{% endfor %}" for kind, told in (("image", "<image>"), ("text", "{{ part['text'] }}"))))
 """A chat template for PaliGemma, which has none: its processor puts what belongs between pictures and text."""
 
 
