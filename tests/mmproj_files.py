@@ -25,7 +25,7 @@ from shoal.model.gguf.hybrids import HYBRIDS
 from shoal.model.gguf.source import gguf_name
 
 KINDS = ("gemma3", "idefics3", "smolvlm", "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "mistral3", "internvl",
-         "qwen3_5")
+         *seers.among("qwen3_5"))
 PROJECTORS = {"gemma3": "gemma3", "idefics3": "idefics3", "smolvlm": "idefics3", "llava": "mlp", "mistral3": "pixtral",
               "internvl": "internvl", "qwen2_vl": "qwen2vl_merger",
               "qwen2_5_vl": "qwen2.5vl_merger", "qwen3_vl": "qwen3vl_merger",

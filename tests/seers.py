@@ -16,6 +16,7 @@ import transformers as hf
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
+from transformers.models.gemma import modeling_gemma
 
 import shoal
 from shoal.depth.plan import DepthPlan
@@ -230,13 +231,23 @@ def _rows(seen: Any) -> list[str]:
 
 FURTHER: Makers = {"mistral3": _mistral3, "internvl": _internvl}
 """Those whose processor is not saved with them here."""
-MAKERS: Makers = {
+_ALL: Makers = {
     "llava": _llava, "gemma3": _gemma3, "idefics3": _idefics3, "smolvlm": _smolvlm,
     "gemma4": partial(_gemma4, small=False), "gemma4_small": partial(_gemma4, small=True),
     "paligemma": partial(_paligemma, second=False), "paligemma2": partial(_paligemma, second=True),
     **{kind: partial(_qwen, kind=kind) for kind in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5",
                                                   "qwen3_5_moe")},
 }
+_TYPES = {"gemma4_small": "gemma4", "paligemma2": "paligemma"}
+SCALED = hasattr(modeling_gemma, "GemmaTextScaledWordEmbedding")
+"""Whether Gemma's embeddings are scaled where they are looked up, as PaliGemma's pictures need it."""
+MAKERS: Makers = {kind: make for kind, make in _ALL.items() if (known := _TYPES.get(kind, kind)) in hf.CONFIG_MAPPING
+                  and (SCALED or known != "paligemma")}
+
+
+def among(*kinds: str) -> list[str]:
+    """Those kinds that the installed transformers has."""
+    return [kind for kind in kinds if kind in MAKERS]
 
 
 def seer(kind: str, makers: Makers = MAKERS) -> tuple[Any, Any]:

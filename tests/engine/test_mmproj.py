@@ -82,6 +82,7 @@ def refused(folder: Path) -> str:
     return str(error.value)
 
 
+@pytest.mark.skipif("qwen3_5" not in seers.MAKERS, reason="of later transformers")
 @pytest.mark.parametrize(("more", "metadata", "said"), [
     ({"qwen35.rope.dimension_sections": [1, 1, 1, 0]}, {}, "does not say how tokens of pictures turn"),
     ({}, {"clip.vision.is_deepstack_layers": [True, False, False]}, "it adds states behind layers of qwen3_vl"),

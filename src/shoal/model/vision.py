@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from shoal.errors import Unsupported
 from shoal.model.gguf.projectors import PreprocessorConfig
 from shoal.model.layers.pictures import Picture
 from shoal.model.packed.source import Source
@@ -47,6 +48,9 @@ class Vision(Sense):
 
     @override
     def _read(self, inputs: Mapping[str, Tensor], name: str, turn: Turn) -> Picture:
+        if self.prefix and not hasattr(self.module.get_input_embeddings(), "embed_scale"):
+            raise Unsupported("pictures for PaliGemma by this transformers", "it scales their states with the texts'",
+                              "Update transformers")
         with turn():
             found = self.module.get_image_features(**inputs)
         deeper = tuple(map(_joined, getattr(found, "deepstack_features", None) or ()))
