@@ -78,7 +78,7 @@ def _told(one: dict[str, Any]) -> dict[str, Any]:
     films, processor = {
         "qwen2_vl": ("Qwen2VLVideoProcessor", "Qwen2VLProcessor"),
         "qwen2_5_vl": ("Qwen2VLVideoProcessor", "Qwen2_5_VLProcessor"),
-        "qwen3_vl": ("Qwen3VLVideoProcessor", "Qwen3VLProcessor"),
+        **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5"), ("Qwen3VLVideoProcessor", "Qwen3VLProcessor")),
         "smolvlm": ("SmolVLMVideoProcessor", "SmolVLMProcessor"),
         "internvl": ("InternVLVideoProcessor", "InternVLProcessor"),
     }[one["kind"]]

@@ -19,17 +19,22 @@ from torch import Tensor
 
 import seers
 from gguf_models import Raw, gguf_bytes, write_model
+from gguf_models import metadata_of as gguf_metadata
 from shoal.model.gguf.file import GgufFile
+from shoal.model.gguf.hybrids import HYBRIDS
+from shoal.model.gguf.source import gguf_name
 
-KINDS = ("gemma3", "idefics3", "smolvlm", "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "mistral3", "internvl")
+KINDS = ("gemma3", "idefics3", "smolvlm", "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "mistral3", "internvl",
+         *seers.among("qwen3_5"))
 PROJECTORS = {"gemma3": "gemma3", "idefics3": "idefics3", "smolvlm": "idefics3", "llava": "mlp", "mistral3": "pixtral",
               "internvl": "internvl", "qwen2_vl": "qwen2vl_merger",
-              "qwen2_5_vl": "qwen2.5vl_merger", "qwen3_vl": "qwen3vl_merger"}
+              "qwen2_5_vl": "qwen2.5vl_merger", "qwen3_vl": "qwen3vl_merger",
+              "qwen3_5": "qwen3vl_merger"}
 _DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
 _ACTIVATIONS = {"qwen2_vl": {}, "qwen2_5_vl": {"clip.use_silu": True}, "llava": {"clip.use_gelu": False},
                 "mistral3": {"clip.use_gelu": True}}
 _ARCHITECTURES = {"gemma3": "gemma3", "internvl": "qwen2", "qwen2_vl": "qwen2vl", "qwen2_5_vl": "qwen2vl",
-                  "qwen3_vl": "qwen3vl"}
+                  "qwen3_vl": "qwen3vl", "qwen3_5": "qwen35"}
 _DECODER = re.compile(r"^(?:model\.language_model|model\.text_model)\.")
 _PARTS = {
     "embeddings.class_embedding": "v.class_embd", "embeddings.patch_embedding": "v.patch_embd",
@@ -69,7 +74,7 @@ def tensors_of(model: Any, kind: str) -> dict[str, Tensor]:
             continue
         if name.endswith("patch_embed.proj.weight"):
             found |= {"v.patch_embd.weight": tensor[:, :, 0], "v.patch_embd.weight.1": tensor[:, :, 1]}
-        elif "attn.qkv" in name and kind != "qwen3_vl":
+        elif "attn.qkv" in name and not kind.startswith("qwen3"):
             stem, end = _place(name, model).rsplit("attn_qkv", 1)
             found |= {f"{stem}attn_{part}{end}": one for part, one in zip("qkv", tensor.chunk(3), strict=True)}
         elif kind == "mistral3" and re.search(r"attention\.[qk]_proj", name):
@@ -126,8 +131,8 @@ def metadata_of(model: Any, kind: str) -> dict[str, Any]:
         own |= {"image_min_pixels": 256, "image_max_pixels": 4096}
     if kind == "qwen2_5_vl":
         own |= {"n_wa_pattern": 2, "window_size": 32}
-    if kind == "qwen3_vl":
-        own |= {"spatial_merge_size": 2, "is_deepstack_layers": [True, True, False]}
+    if kind.startswith("qwen3"):
+        own |= {"spatial_merge_size": 2, "is_deepstack_layers": [kind == "qwen3_vl"] * 2 + [False]}
     return {"general.architecture": "clip", "general.type": "mmproj", "clip.has_vision_encoder": True,
             "clip.projector_type": PROJECTORS[kind], **_ACTIVATIONS.get(kind, {"clip.use_gelu": True}),
             **{f"clip.vision.{name}": one for name, one in own.items()}}
@@ -191,12 +196,35 @@ def write_decoder(path: Path, model: Any, kind: str, tokenizer: Any, more: Mappi
     state = {_DECODER.sub("model.", name): tensor for name, tensor in model.state_dict().items()
              if _DECODER.search(name) or name == "lm_head.weight"}
     extra = words_of(tokenizer)
-    if architecture.endswith("vl"):
+    if kind.startswith("qwen"):
         extra |= {f"{architecture}.rope.dimension_sections": [*text.rope_parameters["mrope_section"], 0]}
     extra |= more or {}
     text.tie_word_embeddings = torch.equal(state["lm_head.weight"], state["model.embed_tokens.weight"])
+    if kind == "qwen3_5":
+        metadata = {**gguf_metadata(architecture, text), **_of_recurrences(text), **extra}
+        tensors = {str(gguf_name(name, HYBRIDS[architecture])): encoded(_recurrent(name, tensor), "F32")
+                   for name, tensor in state.items()}
+        path.write_bytes(gguf_bytes(metadata, tensors))
+        return
     decoder = SimpleNamespace(config=text, state_dict=lambda: state)
     write_model(architecture, path, extra=extra, model=decoder)
+
+
+def _of_recurrences(text: Any) -> dict[str, Any]:
+    """What Qwen3.5's files say beside; all value heads are key heads' own here, so their order is the modules'."""
+    heads, size = text.linear_num_value_heads, text.linear_value_head_dim
+    own = {"rope.dimension_count": text.head_dim // 2, "ssm.conv_kernel": text.linear_conv_kernel_dim,
+           "ssm.group_count": text.linear_num_key_heads, "ssm.time_step_rank": heads, "ssm.state_size": size,
+           "ssm.inner_size": heads * size,
+           "attention.recurrent_layers": [one == "linear_attention" for one in text.layer_types]}
+    return {f"qwen35.{key}": one for key, one in own.items()}
+
+
+def _recurrent(name: str, tensor: Tensor) -> Tensor:
+    """A tensor as Qwen3.5's files have it: norms by their factors, and decays by themselves."""
+    if name.endswith("norm.weight") and "linear_attn" not in name:
+        return tensor + 1
+    return -tensor.exp() if name.endswith("A_log") else tensor.squeeze(1) if name.endswith("conv1d.weight") else tensor
 
 
 def filled(kind: str) -> tuple[Any, Any]:

@@ -16,6 +16,7 @@ import transformers as hf
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
+from transformers.models.gemma import modeling_gemma
 
 import shoal
 from shoal.depth.plan import DepthPlan
@@ -68,7 +69,7 @@ def _gemma3(ids: Mapping[str, int], text: dict[str, Any]) -> tuple[Any, Any]:
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     config = hf.Gemma3Config(
         text_config=hf.Gemma3TextConfig(
-            **text, head_dim=16, query_pre_attn_scalar=16, sliding_window=24, layer_types=kinds),
+            **text, head_dim=16, query_pre_attn_scalar=16, sliding_window=12, layer_types=kinds),
         vision_config=hf.SiglipVisionConfig(**_SIGHT, vision_use_head=False), mm_tokens_per_image=16,
         image_token_index=ids["<image_soft_token>"],
         boi_token_index=ids["<start_of_image>"], eoi_token_index=ids["<end_of_image>"])
@@ -103,10 +104,19 @@ def _qwen(ids: Mapping[str, int], text: dict[str, Any], kind: str) -> tuple[Any,
             **patches, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64, "window_size": 32,
             "fullatt_block_indexes": [1]})
     else:
-        rope["mrope_interleaved"] = True
-        config = hf.Qwen3VLConfig(text_config={**text, "head_dim": 16, "rope_parameters": rope}, **own, vision_config={
-            **patches, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64, "num_position_embeddings": 16,
-            "deepstack_visual_indexes": [0, 1]})
+        rope["mrope_interleaved"], mixed = True, kind.endswith("moe")
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24} if mixed else {}
+        more = {**text, "head_dim": 16, "rope_parameters": rope, **experts}
+        sight = {**patches, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64,
+                 "num_position_embeddings": 16}
+        if kind.startswith("qwen3_5"):
+            rope |= {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
+            more |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2,
+                     "linear_num_value_heads": 4 if mixed else 2, "shared_expert_intermediate_size": 32,
+                     "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+        else:
+            sight["deepstack_visual_indexes"] = [0, 1]
+        config = hf.AutoConfig.for_model(kind, text_config=more, vision_config=sight, **own)
     size = {"shortest_edge": 256, "longest_edge": 4096}
     pictures = by_pillow("Qwen2VLImageProcessor")(patch_size=8, merge_size=2, size=size)
     return config, Patched(pictures, tokenizer("<|vision_start|><|image_pad|><|vision_end|>", "<|image_pad|>"))
@@ -132,6 +142,44 @@ class Patched:
         return hf.BatchFeature({**found, **seen, **kinds})
 
 
+def _gemma4(ids: Mapping[str, int], text: dict[str, Any], small: bool) -> tuple[Any, Any]:
+    """As 31B, or as E2B, whose layers have inputs of their own and share keys and values."""
+    kinds = ["sliding_attention", "full_attention"] * 2
+    own = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": text["vocab_size"],
+           "num_kv_shared_layers": 2} if small else {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True,
+                                                     "use_bidirectional_attention": "vision"}
+    config = hf.Gemma4Config(
+        text_config=hf.Gemma4TextConfig(**{**text, "num_hidden_layers": 4}, **own, head_dim=16, global_head_dim=32,
+                                        sliding_window=24, layer_types=kinds, final_logit_softcapping=2.0),
+        vision_config=hf.Gemma4VisionConfig(
+            hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+            head_dim=8, patch_size=4, position_embedding_size=64, standardize=small),
+        audio_config=hf.Gemma4AudioConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4,
+                                          output_proj_dims=32, subsampling_conv_channels=[8, 4]) if small else None,
+        image_token_id=ids["<IMG_CONTEXT>"], boi_token_id=ids["<start_of_image>"], eoi_token_id=ids["<end_of_image>"],
+        video_token_id=ids["<global-img>"], audio_token_id=ids["[IMG]"])
+    pictures = by_pillow("Gemma4ImageProcessor")(patch_size=4, max_soft_tokens=70)
+    return config, Expanded(pictures, "<IMG_CONTEXT>", _soft, True)
+
+
+def _soft(seen: Any) -> list[str]:
+    return [f"<start_of_image>{'<IMG_CONTEXT>' * int(count)}<end_of_image>"
+            for count in seen.pop("num_soft_tokens_per_image")]
+
+
+def _paligemma(ids: Mapping[str, int], text: dict[str, Any], second: bool) -> tuple[Any, Any]:
+    sight = {**_SIGHT, "vision_use_head": False}
+    own = hf.Gemma2Config(**text, head_dim=16, query_pre_attn_scalar=16, sliding_window=24, layer_types=[
+        "sliding_attention", "full_attention", "sliding_attention"]) if second else hf.GemmaConfig(**text, head_dim=16)
+    config = hf.PaliGemmaConfig(text_config=own, vision_config=hf.SiglipVisionConfig(**sight), projection_dim=64,
+                                hidden_size=64, image_token_index=ids["<image>"], vocab_size=text["vocab_size"])
+    pictures = by_pillow("SiglipImageProcessor")(size={"height": 32, "width": 32})
+    pictures.image_seq_length = 16
+    tokens = tokenizer("")
+    tokens.chat_template = None
+    return config, hf.PaliGemmaProcessor(pictures, tokens)
+
+
 Makers = Mapping[str, Callable[[Mapping[str, int], dict[str, Any]], tuple[Any, Any]]]
 
 
@@ -155,14 +203,22 @@ def _internvl(ids: Mapping[str, int], text: dict[str, Any]) -> tuple[Any, Any]:
 class Expanded:
     """Does what a processor that itself needs torchvision does for pictures: each becomes what `written` says."""
 
-    def __init__(self, pictures: Any, mark: str, written: Callable[[Any], list[str]]) -> None:
+    def __init__(self, pictures: Any, mark: str, written: Callable[[Any], list[str]], typed: bool = False) -> None:
         self.pictures, self.tokenizer, self._mark, self._written = pictures, tokenizer(mark), mark, written
+        self._typed = typed
+
+    def save_pretrained(self, folder: Path) -> None:
+        self.pictures.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
 
     def __call__(self, text: list[str], images: list[list[Any]], **how: Any) -> Any:
         seen, (first, *rest) = self.pictures(images=images[0], return_tensors="pt"), text[0].split(self._mark)
         told = first + "".join(part + piece for part, piece in zip(self._written(seen), rest, strict=True))
         seen.pop("num_patches", None)
-        return hf.BatchFeature({**self.tokenizer([told], **how), **seen})
+        found = self.tokenizer([told], **how)
+        if self._typed:
+            found["mm_token_type_ids"] = (found["input_ids"] == self.tokenizer.convert_tokens_to_ids(self._mark)).int()
+        return hf.BatchFeature({**found, **seen})
 
 
 def _crops(seen: Any) -> list[str]:
@@ -176,10 +232,23 @@ def _rows(seen: Any) -> list[str]:
 
 FURTHER: Makers = {"mistral3": _mistral3, "internvl": _internvl}
 """Those whose processor is not saved with them here."""
-MAKERS: Makers = {
+_ALL: Makers = {
     "llava": _llava, "gemma3": _gemma3, "idefics3": _idefics3, "smolvlm": _smolvlm,
-    **{kind: partial(_qwen, kind=kind) for kind in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")},
+    "gemma4": partial(_gemma4, small=False), "gemma4_small": partial(_gemma4, small=True),
+    "paligemma": partial(_paligemma, second=False), "paligemma2": partial(_paligemma, second=True),
+    **{kind: partial(_qwen, kind=kind) for kind in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5",
+                                                  "qwen3_5_moe")},
 }
+_TYPES = {"gemma4_small": "gemma4", "paligemma2": "paligemma"}
+SCALED = hasattr(modeling_gemma, "GemmaTextScaledWordEmbedding")
+"""Whether Gemma's embeddings are scaled where they are looked up, as PaliGemma's pictures need it."""
+MAKERS: Makers = {kind: make for kind, make in _ALL.items() if (known := _TYPES.get(kind, kind)) in hf.CONFIG_MAPPING
+                  and (SCALED or known != "paligemma")}
+
+
+def among(*kinds: str) -> list[str]:
+    """Those kinds that the installed transformers has."""
+    return [kind for kind in kinds if kind in MAKERS]
 
 
 def seer(kind: str, makers: Makers = MAKERS) -> tuple[Any, Any]:
@@ -207,6 +276,13 @@ def _bare(kind: str) -> tuple[Any, dict[str, Tensor]]:
             text_config=hf.MistralConfig(**text, head_dim=16), image_token_index=99,
             vision_config=hf.PixtralVisionConfig(**_SIGHT, head_dim=8), spatial_merge_size=2, vision_feature_layer=-1)
         return config, {"pixel_values": pixels, "image_sizes": torch.tensor([[32, 16]])}
+    if kind == "llama4":
+        sight = {**_SIGHT, "intermediate_size": 128, "vision_output_dim": 48, "projector_input_dim": 48,
+                 "projector_output_dim": 48}
+        config = hf.Llama4Config(text_config=hf.Llama4TextConfig(
+            **text, head_dim=16, attention_chunk_size=8, no_rope_layer_interval=3, num_local_experts=4, moe_layers=[1],
+            intermediate_size_mlp=40), vision_config=hf.Llama4VisionConfig(**sight), image_token_index=99)
+        return config, {"pixel_values": torch.randn(2, 3, 32, 32)}
     if kind == "llava_next":
         config = hf.LlavaNextConfig(
             text_config=hf.LlamaConfig(**text), vision_config=hf.CLIPVisionConfig(**_SIGHT, projection_dim=32),
@@ -220,7 +296,7 @@ def _bare(kind: str) -> tuple[Any, dict[str, Tensor]]:
                     "pixel_attention_mask": torch.ones(1, 16, dtype=torch.int64)}
 
 
-BARE = ("internvl", "lfm2_vl", "llava_next", "mistral3")
+BARE = ("internvl", "lfm2_vl", "llama4", "llava_next", "mistral3")
 
 
 def bare_seer(kind: str) -> tuple[Any, dict[str, Tensor], int]:
@@ -288,7 +364,11 @@ def asked(*parts: str | Image.Image) -> list[dict[str, Any]]:
 
 def inputs_of(processor: Any, messages: list[dict[str, Any]], images: list[Any]) -> Any:
     """What transformers' model takes of a conversation and its pictures."""
-    text = processor.tokenizer.apply_chat_template(bare(messages), tokenize=False, add_generation_prompt=True)
+    if processor.tokenizer.chat_template is None:  # as PaliGemma's
+        parts = messages[0]["content"]
+        text = "<image>" * len(images) + "".join(part["text"] for part in parts if part["type"] == "text")
+    else:
+        text = processor.tokenizer.apply_chat_template(bare(messages), tokenize=False, add_generation_prompt=True)
     return processor(text=[text], images=[images], add_special_tokens=False, return_tensors="pt")
 
 

@@ -31,7 +31,9 @@ from shoal.errors import Unsupported
 from shoal.model.packed.runner import PackedRunner
 from shoal.model.runner import ModelRunner
 
-KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
+TIMED = KINDS[2:]
+"""Types whose texts tell the time of each frame."""
 STILLS = ("smolvlm", "internvl")
 """Types that see films as pictures one after the other."""
 SETTINGS = {"patch_size": 8, "merge_size": 2, "temporal_patch_size": 2, "fps": 2, "min_frames": 4, "max_frames": 12,
@@ -103,7 +105,7 @@ def inputs_of(kind: str, messages: list[dict[str, Any]], told: list[dict[str, An
     """What transformers' model takes of a conversation, its films and pictures."""
     engine, model = made(kind)
     text, tokenizer = films.shown_text(messages, engine.tokenizer), engine.tokenizer
-    mark = re.escape("<|vision_start|><|video_pad|><|vision_end|>") if kind == "qwen3_vl" else r"<\|video_pad\|>"
+    mark = re.escape("<|vision_start|><|video_pad|><|vision_end|>") if kind in TIMED else r"<\|video_pad\|>"
     texts = iter([one["text"] for one in told])
     text = re.sub(mark, lambda _: next(texts), text)
     seen: dict[str, Any] = {}
@@ -115,11 +117,11 @@ def inputs_of(kind: str, messages: list[dict[str, Any]], told: list[dict[str, An
     pads = [tokenizer.convert_tokens_to_ids(one) for one in ("<|image_pad|>", "<|video_pad|>")]
     kinds = [1 if one == pads[0] else 2 if one == pads[1] else 0 for one in ids[0].tolist()]
     grids = torch.cat([one["video_grid_thw"] for one in told])
-    runs = grids.tolist() if kind != "qwen3_vl" else [[1, *grid[1:]] for grid in grids.tolist() for _ in range(grid[0])]
+    runs = grids.tolist() if kind not in TIMED else [[1, *grid[1:]] for grid in grids.tolist() for _ in range(grid[0])]
     pace = getattr(model.config.vision_config, "tokens_per_second", 1) if kind == "qwen2_5_vl" else 1
     paces = [float(pace * one["second_per_grid_ts"]) if kind == "qwen2_5_vl" else 1.0 for one in told]
     where = films.places(kinds, {1: seen.get("image_grid_thw", torch.empty(0, 3)).tolist(), 2: runs},
-                         paces if kind != "qwen3_vl" else [1.0] * len(runs))
+                         paces if kind not in TIMED else [1.0] * len(runs))
     return {**seen, "input_ids": ids, "pixel_values_videos": torch.cat([one["pixel_values_videos"] for one in told]),
             "video_grid_thw": grids, "position_ids": where}
 
@@ -136,7 +138,8 @@ def test_logits_are_those_of_transformers(kind: str, most: int, told: Told) -> N
     with torch.no_grad():
         wanted = model(**inputs).logits[0]
     assert pictures is not None
-    torch.testing.assert_close(seers.logits_of(engine, ids, pictures, most), wanted, rtol=0, atol=1e-5)
+    far = 2e-5 if kind == "qwen3_5" else 1e-5  # as far as transformers' float32 is from float64
+    torch.testing.assert_close(seers.logits_of(engine, ids, pictures, most), wanted, rtol=0, atol=far)
 
 
 def own_inputs(kind: str, messages: list[dict[str, Any]], told: list[dict[str, Any]]) -> dict[str, Any]:
@@ -199,7 +202,8 @@ def test_prefixes_know_films_by_content(kind: str) -> None:
     with Scheduler(engine, prefix_bytes=1 << 26) as scheduler:
         assert read_by(scheduler, "See ", CLIPS[0], text)[1] == 0
         again, changed = (read_by(scheduler, "See ", one, text, " indeed") for one in (CLIPS[0], other))
-    assert again[1] == known and changed[1] < known - len(text)
+    least = known - len(text) if kind == "qwen3_5" else known  # whose states are kept at few places
+    assert least <= again[1] <= known and changed[1] < known - len(text)
     for (found, _), one in ((again, CLIPS[0]), (changed, other)):
         alone = engine.generate(films.asked("See ", one, text, " indeed"), max_new_tokens=8, temperature=0.0)
         assert found == list(alone.tokens)
@@ -297,7 +301,7 @@ def test_marks_in_a_text_are_refused() -> None:
         read_chat(engine, films.asked("<|video_pad|>", CLIPS[0]))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", sorted({*KINDS} - {"qwen3_vl_moe"}))
 def test_a_gguf_file_sees_films_as_the_same_weights_in_safetensors_do(kind: str, tmp_path: Path) -> None:
     """By the settings that published models have, since such files say nothing of films."""
     model, processor = mmproj_files.write(tmp_path, kind, "F32")

@@ -82,6 +82,18 @@ def refused(folder: Path) -> str:
     return str(error.value)
 
 
+@pytest.mark.skipif("qwen3_5" not in seers.MAKERS, reason="of later transformers")
+@pytest.mark.parametrize(("more", "metadata", "said"), [
+    ({"qwen35.rope.dimension_sections": [1, 1, 1, 0]}, {}, "does not say how tokens of pictures turn"),
+    ({}, {"clip.vision.is_deepstack_layers": [True, False, False]}, "it adds states behind layers of qwen3_vl"),
+])
+def test_a_hybrid_says_how_pictures_turn(more: Any, metadata: Any, said: str, tmp_path: Path) -> None:
+    model, processor = seers.seer("qwen3_5")
+    mmproj_files.write_decoder(tmp_path / "model.gguf", model, "qwen3_5", processor.tokenizer, more)
+    mmproj_files.write_mmproj(tmp_path / "mmproj-F32.gguf", model, "qwen3_5", metadata=metadata)
+    assert said in refused(tmp_path)
+
+
 def written(folder: Path, kind: str = "idefics3", **changes: Any) -> Path:
     """A model whose encoder has such changes."""
     model, processor = seers.seer(kind)

@@ -70,8 +70,8 @@ def read_chat(
     if not look:
         return ids, None
     prompt_ids(ids, engine.tokenizer, engine.runner.vocab_size, engine.runner.max_positions)  # refused before the work
-    read = [sense(one, engine.turn) for one in found.inputs()]
-    return ids, Pictures(tuple(part for one in read for part in one.parts), sense.token, sense.mutual)
+    read = tuple(part for one in found.inputs() for part in sense(one, engine.turn).parts)
+    return ids, Pictures(read, sense.token, sense.mutual, stand_in=sense.stand_in, prefix=sense.prefix)
 
 
 def _media(engine: LoadedModel, shown: Sequence[tuple[str, str]], seconds: float) -> tuple[Sense, _Media]:

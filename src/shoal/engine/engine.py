@@ -45,7 +45,8 @@ from shoal.methods.base import check_distances, check_order, lost_kind
 from shoal.model.encoders.encoder import Encoder
 from shoal.model.hearing import Hearing
 from shoal.model.kv.cache import KVCache
-from shoal.model.layers.pictures import Pictures
+from shoal.model.layers.cross_attention import Encoded
+from shoal.model.layers.pictures import Pictures, keys_of
 from shoal.model.lora.adapter import FittedAdapter
 from shoal.model.mtp import MtpLayer
 from shoal.model.packed.source import Source
@@ -381,10 +382,16 @@ class Engine:
             seqs.append(RunningSequence(
                 number=number, seq_id=number, tokens=list(tokens), prompt_length=len(tokens), stop=stop,
                 sampling=request.sampling, seed=seed, plan=recipe.plan, salt=request.cache_salt, adapter=adapter,
-                source=source, marks=places_of_states(tokens, self._special) if self.runner.state_bytes else (),
+                source=source, marks=self._marks(tokens, source) if self.runner.state_bytes else (),
                 recipe=recipe if bound is None else replace(recipe, constraint=bound),
                 processors=(*own, *forbid(len(tokens)), *request.logits_processor)))
         return seqs
+
+    def _marks(self, tokens: Sequence[int], source: Encoded | Pictures | None) -> tuple[int, ...]:
+        """Where recurrent layers keep states; also behind the last picture, of which another question may be asked."""
+        found = places_of_states(keys_of(tokens, source), self._special)
+        behind = source.places[-1] + 1 if isinstance(source, Pictures) else 0
+        return tuple(sorted({*found, behind})) if 0 < behind < len(tokens) else found
 
     @cached_property
     def _special(self) -> frozenset[int]:

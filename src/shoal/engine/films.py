@@ -223,13 +223,14 @@ def _numbered(film: ShownFilm) -> str:
 
 _QWEN2 = FilmKind(FilmSettings(128 * 28 * 28, 768 * 28 * 28, max_video_tokens=128_000), _seen_from_first,
                   _size_of_frame, _bare, apart=False)
+_QWEN3 = FilmKind(
+    FilmSettings(4 * 32 * 32, 24_576 * 32 * 32, max_video_tokens=768, colours=_HALF), _seen_to_last, _size_of_all,
+    _timed, bare=f"(?:{re.escape(_START)})?{re.escape(_PAD)}(?:{re.escape(_END)})?")
 _stills = partial(FilmKind, mark="<video>", bare="<video>", token="")
 FILMS: Mapping[str, FilmKind] = MappingProxyType({
     "qwen2_vl": _QWEN2,
     "qwen2_5_vl": _QWEN2,
-    "qwen3_vl": FilmKind(
-        FilmSettings(4 * 32 * 32, 24_576 * 32 * 32, max_video_tokens=768, colours=_HALF), _seen_to_last, _size_of_all,
-        _timed, bare=f"(?:{re.escape(_START)})?{re.escape(_PAD)}(?:{re.escape(_END)})?"),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _QWEN3),
     "smolvlm": _stills(FilmSettings(1, 512, 1.0, max_frames=64, colours=_HALF), _seen_inside, _size_by_longer_side,
                        _told_frame_by_frame),
     "internvl": _stills(FilmSettings(1, 1, max_frames=8, colours=_IMAGENET), _seen_in_the_middle, _size_of_film,

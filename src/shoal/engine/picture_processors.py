@@ -1,6 +1,6 @@
 """Processors of pictures whose tokens Shoal writes, where transformers' own processor needs more than there is.
 
-Transformers prepares the pictures. Qwen's processor needs torchvision, for films; a GGUF file brings no processor.
+Transformers prepares the pictures. Processors of Qwen and Gemma 4 need torchvision, for films; a GGUF file brings none.
 """
 
 from __future__ import annotations
@@ -49,6 +49,12 @@ def patches(inputs: Mapping[str, Any], processor: Any, token: str) -> list[str]:
     """One token for each square of patches."""
     counts = inputs["image_grid_thw"].prod(1) // processor.merge_size**2
     return [token * count for count in counts.tolist()]
+
+
+def counted(inputs: Mapping[str, Any], processor: Any, token: str, around: tuple[str, str]) -> list[str]:
+    """As many tokens for each picture as its processor says, as Gemma 4 has them."""
+    before, behind = around
+    return [before + token * int(count) + behind for count in inputs["num_soft_tokens_per_image"]]
 
 
 def _same(inputs: Mapping[str, Any], processor: Any, prepared: PreprocessorConfig) -> list[str]:

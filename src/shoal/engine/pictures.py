@@ -11,13 +11,20 @@ from shoal.engine.film_files import MOST_BYTES as MOST_FILM_BYTES
 from shoal.engine.films import ShownFilms, film_kind
 from shoal.engine.loaded import LoadedModel
 from shoal.engine.picture_files import MOST_BYTES, all_decoded
-from shoal.engine.picture_processors import Written, patches, processor_of
+from shoal.engine.picture_processors import Written, counted, patches, processor_of
 from shoal.errors import Unsupported, told_by_transformers
 from shoal.model.senses import LazyInputs
 from shoal.model.vision import Vision
 
-_REPEATS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-_IDS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+_QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+_NOT_READ = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "num_soft_tokens_per_image",
+             "labels")
+"""What processors make that no encoder takes."""
+_PICTURES_FIRST = (
+    "{% if messages | length > 1 %}{{ raise_exception('this model reads one message, with its pictures') }}{% endif %}"
+    + "".join("{% for part in messages[0]['content'] %}{% if part['type'] == '" + kind + "' %}" + told
+              + "{% endif %}{% endfor %}" for kind, told in (("image", "<image>"), ("text", "{{ part['text'] }}"))))
+"""A chat template for PaliGemma, which has none: its processor puts what belongs between pictures and text."""
 
 
 class ShownPictures:
@@ -46,6 +53,8 @@ class ShownPictures:
         place = vision.place
         self._prepare = _processor(place) if isinstance(place, str) else processor_of(place, tokenizer)
         self.chat_template: str | None = getattr(self._prepare, "chat_template", None)
+        if self.chat_template is None and vision.prefix:
+            self.chat_template = _PICTURES_FIRST
 
     def mark(self, number: int) -> str:
         """What stands for a picture or a film in a text that the processor reads."""
@@ -70,8 +79,9 @@ class ShownPictures:
         """What the encoder reads of each alone, so that it does not depend on those beside it."""
         with told_by_transformers("the model's processor of pictures"):
             made = [self._prepared(image) for image in self._images]
-        seen: Iterator[Mapping[str, Any]] = iter(
-            [{key: one for key, one in found.items() if key not in _IDS and hasattr(one, "shape")} for found in made])
+        seen: Iterator[Mapping[str, Any]] = iter([
+            {key: one for key, one in found.items() if key not in _NOT_READ and hasattr(one, "shape")}
+            for found in made])
         films = iter([] if self._films is None else [film.awaited for film in self._films.films])
         return [next(films) if kind == "video" else next(seen) for kind in self._kinds]
 
@@ -104,11 +114,16 @@ def _processor(place: str) -> Any:
     from transformers import AutoConfig, AutoImageProcessor, AutoProcessor, AutoTokenizer
 
     try:
-        if AutoConfig.from_pretrained(place).model_type in _REPEATS:
-            tokenizer = AutoTokenizer.from_pretrained(place)
-            token = getattr(tokenizer, "image_token", None) or "<|image_pad|>"
-            return Written(AutoImageProcessor.from_pretrained(place), tokenizer, token, partial(patches, token=token))
-        return AutoProcessor.from_pretrained(place)
+        config = AutoConfig.from_pretrained(place)
+        if config.model_type not in (*_QWEN, "gemma4"):
+            return AutoProcessor.from_pretrained(place)
+        tokenizer, images = AutoTokenizer.from_pretrained(place), AutoImageProcessor.from_pretrained(place)
+        if config.model_type == "gemma4":
+            ids = config.boi_token_id, config.image_token_id, config.eoi_token_id
+            before, token, behind = tokenizer.convert_ids_to_tokens([*ids])
+            return Written(images, tokenizer, token, partial(counted, token=token, around=(before, behind)))
+        token = getattr(tokenizer, "image_token", None) or "<|image_pad|>"
+        return Written(images, tokenizer, token, partial(patches, token=token))
     except (ImportError, OSError, ValueError) as error:
         why = " ".join(str(error).split())[:300]
         raise Unsupported("pictures for this model", f"its processor cannot be made: {why}",

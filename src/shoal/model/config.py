@@ -16,6 +16,8 @@ _KNOWN = {*_SLIDING, _CHUNKED, "full_attention", "linear_attention", "conv", "hy
 """Types of layers, as transformers names them. A hybrid layer has attention beside a recurrence."""
 MASKED = ("llama", "qwen2", "qwen3")
 """Model types that are masked-diffusion models if their config has a `mask_token_id`."""
+GEMMA4 = ("gemma4_text", "gemma4_unified_text")
+"""Model types whose layers differ in size, and in which tokens of a picture see later ones within windows alone."""
 WIDTHS = "layer_intermediate_sizes"
 """The config attribute that lists the width of each MLP; transformers' own classes know one width for all layers."""
 

@@ -7,6 +7,7 @@ which layers run on which tokens. The model itself, its config included, is neve
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -17,10 +18,11 @@ from typing_extensions import override
 
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported, stays_here
-from shoal.model.config import context_of, layers_of, shared_sources, windows_of
+from shoal.model.config import GEMMA4, context_of, layers_of, shared_sources, windows_of
 from shoal.model.experts import Opened
 from shoal.model.kv.cache import KVCache
 from shoal.model.kv.layer import KVLayer
+from shoal.model.layers.pictures import Pictures
 from shoal.model.lora.adapter import Adapter, Fitting
 from shoal.model.lora.modules import ModuleAdapter, TokensAtWork, fitted
 from shoal.model.masks import Asker, mask, reads_apart, seq_mask
@@ -47,7 +49,9 @@ from shoal.model.runner import (
     SequenceView,
     Start,
     adapters_of,
+    axes_of,
     check_readers,
+    ids_of,
     lay_vectors,
     opened_in,
     run_layers,
@@ -63,6 +67,7 @@ class HFRunner(ModelRunner):
     """A causal language model of transformers, in eval mode, with sdpa or eager attention.
 
     Attributes:
+        full_ahead: whether nodes of a mutual chunk see those after them in layers without a window.
         prepacks: whether sequences of different lengths run together without padding.
         alone: whether each sequence runs by itself, for attention that derives positions from slots.
         singly: whether recurrent layers are given one token at a time, once they have a state.
@@ -82,6 +87,7 @@ class HFRunner(ModelRunner):
         self.vocab_size = int(config.vocab_size)
         self.max_positions = context_of(config)
         self.windows = windows_of(config)
+        self.full_ahead = config.model_type not in GEMMA4
         layers = find_layers(model, self.num_layers)
         self.device = model.get_input_embeddings().weight.device
         ids = torch.arange(1, 9, device=self.device)[None] % self.vocab_size
@@ -156,15 +162,16 @@ class HFRunner(ModelRunner):
         run_layers(self.num_layers, chunks, cache, call.run, call.padded, hook, start, self._keeping)
         return self.parts.head(call.wanted())
 
-    def ids(self, chunks: Sequence[SequenceChunk]) -> Tensor:
-        """Token ids [R, m]; short sequences are padded with their last token."""
+    def ids(self, chunks: Sequence[SequenceChunk], cache: KVCache) -> Tensor:
+        """Token ids [R, m], see `ids_of`; short sequences are padded with their last token."""
         width = max(len(chunk.tokens) for chunk in chunks)
-        ids = [[*chunk.tokens, *[chunk.tokens[-1]] * (width - len(chunk.tokens))] for chunk in chunks]
+        known = [ids_of(chunk, cache) for chunk in chunks]
+        ids = [[*own, *[own[-1]] * (width - len(own))] for own in known]
         return torch.tensor(ids, device=self.device)
 
     def embedded(self, chunks: Sequence[SequenceChunk], cache: KVCache) -> Tensor:
         """Embeddings [R, m, D], padded likewise."""
-        ids = self.ids(chunks)
+        ids = self.ids(chunks, cache)
         places = [positions(chunk, cache, 0, len(chunk.tokens), ids.shape[1]) for chunk in chunks]
         x = self.parts.embed(ids, torch.tensor(places, device=self.device))
         for states, chunk in zip(x, chunks, strict=True):
@@ -221,12 +228,14 @@ class HFRunner(ModelRunner):
         return half
 
     def arguments(
-        self, layer: int, hidden: Tensor, places: Tensor, cache: Any, seen: Any, tables: dict[Any, Any], key: Any
+        self, layer: int, hidden: Tensor, places: Tensor, turned: Tensor, cache: Any, seen: Any, tables: dict[Any, Any],
+        key: Any
     ) -> dict[str, Any]:
         """The keyword arguments of a layer's call.
 
         Args:
             hidden, places: the input [R, m, D] and its positions [R, m].
+            turned: by which places it is turned, as `places` or [3, R, m].
             cache, seen: passed as the layer's cache and mask.
             tables: rotary tables that layers share.
             key: identifies the positions in `tables`.
@@ -244,7 +253,7 @@ class HFRunner(ModelRunner):
         if call.rotary is not None:
             name = ("rotary", call.rotary_call, key)
             if name not in tables:
-                tables[name] = self.parts.rotary[call.rotary_call](hidden, places)
+                tables[name] = self.parts.rotary[call.rotary_call](hidden, turned)
             arguments[call.rotary] = tables[name]
         return arguments
 
@@ -335,8 +344,10 @@ class _Call:
 
     def _views(self, piece: LayerWork, store: KVLayer) -> list[SequenceView]:
         """What the tokens of each sequence of a piece may see of a layer's storage."""
-        return [self.chunks[i].view(self.cache.positions[self.chunks[i].seq], store.starts[self.chunks[i].seq],
-                                    piece.first[i], piece.last[i]) for i in piece.chunks]
+        views = [self.chunks[i].view(self.cache.positions[self.chunks[i].seq], store.starts[self.chunks[i].seq],
+                                     piece.first[i], piece.last[i]) for i in piece.chunks]
+        behind = store.window is None and not self.runner.full_ahead
+        return [replace(view, mutual=False) for view in views] if behind else views
 
 
 class _PaddedCall(_Call):
@@ -451,7 +462,8 @@ class _PaddedCall(_Call):
         opened = None if piece.part == "attention" else opened_in(self.chunks, layer, piece, hidden.shape[1])
         if opened is not None:
             module = self.runner.mixing(module, layer, opened)
-        arguments = self.runner.arguments(layer, hidden, places, cache, seen, self._memo, key)
+        turned = self._shared("turned", piece, lambda: self._turned(piece, places))
+        arguments = self.runner.arguments(layer, hidden, places, turned, cache, seen, self._memo, key)
         if (name := self.runner.parts.calls[layer].embedded) is not None:
             arguments[name] = self._of(self._embedded, piece)
         if (name := self.runner.parts.calls[layer].own) is not None:
@@ -478,7 +490,7 @@ class _PaddedCall(_Call):
     def _own(self) -> Tensor:
         """Inputs of layers' own [chunks, widest, layers, size]."""
         assert self.runner.parts.inputs is not None
-        return self.runner.parts.inputs(self.runner.ids(self.chunks), self._embedded)
+        return self.runner.parts.inputs(self.runner.ids(self.chunks, self.cache), self._embedded)
 
     @cached_property
     def _embedded(self) -> Tensor:
@@ -503,6 +515,15 @@ class _PaddedCall(_Call):
         width = self.hidden.shape[1] if self._whole(piece) else max(piece.last[i] - piece.first[i] for i in seqs)
         table = [positions(self.chunks[i], self.cache, piece.first[i], piece.last[i], width) for i in seqs]
         return torch.tensor(table, device=self.runner.device)
+
+    def _turned(self, piece: LayerWork, places: Tensor) -> Tensor:
+        """By which places the tokens at `places` [R, m] are turned, as these or [3, R, m]."""
+        sources = [self.cache.encoded[self.chunks[i].seq] for i in piece.chunks]
+        if not any(isinstance(one, Pictures) and one.turns is not None for one in sources):
+            return places
+        own = [axes_of(self.chunks[i], self.cache)[:, piece.first[i] : piece.last[i]] for i in piece.chunks]
+        wide = [torch.cat([one, one[:, -1:].expand(-1, places.shape[1] - one.shape[1])], 1) for one in own]
+        return torch.stack(wide, 1).to(places.device)
 
 
 class _PrepackedCall(_Call):
@@ -536,7 +557,8 @@ class _PrepackedCall(_Call):
         readers = [self._reader(layer, piece, i) for i in piece.chunks]
         seen = PackedSequences(store, numbers, counts, self._masks(piece, store, each=True), readers)
         places = self._places if chosen is None else self._places[:, chosen]
-        arguments = self.runner.arguments(layer, hidden, places, seen, seen, self._memo, (piece.first, piece.last))
+        key = piece.first, piece.last
+        arguments = self.runner.arguments(layer, hidden, places, places, seen, seen, self._memo, key)
         module, opened = self.runner.module(layer, piece.part, prepacked=True), opened_in(self.chunks, layer, piece)
         if opened is not None and piece.part != "attention":
             module = self.runner.mixing(module, layer, opened)

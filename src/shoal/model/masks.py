@@ -71,7 +71,8 @@ def _seq_mask(seq: SequenceView, queries: int, slots: int, window: int | None, d
     else:
         keys, places, seen = _tree_slots(seq, nodes, slots, device)
     if window is not None:
-        seen = seen & (keys >= _oldest(window, places)[:, None])
+        near = keys >= _oldest(window, places)[:, None]
+        seen = seen & (near | (keys >= seq.base) if seq.mutual and seq.beyond else near)
     return seen
 
 

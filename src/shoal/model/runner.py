@@ -55,6 +55,7 @@ class SequenceView:
         parents: parent of each node; None for a chain.
         depths: distance of each node from node 0; None for a chain (node j at distance j).
         mutual: whether the nodes of a chain also see those after them.
+        beyond: whether these see one another however wide the window is.
     """
 
     base: int
@@ -64,6 +65,7 @@ class SequenceView:
     parents: Sequence[int] | None = None
     depths: Sequence[int] | None = None
     mutual: bool = False
+    beyond: bool = False
 
     @property
     def slots(self) -> int:
@@ -514,6 +516,17 @@ def pictures_in(chunk: SequenceChunk, cache: KVCache) -> PictureTokens | None:
         return None
     places, rows = source.within(begin, begin + len(chunk.tokens))
     return PictureTokens(places, source, rows) if places else None
+
+
+def ids_of(chunk: SequenceChunk, cache: KVCache) -> Sequence[int]:
+    """A chunk's tokens as inputs of layers' own know them."""
+    seen = pictures_in(chunk, cache) if any(cache.encoded) else None
+    if seen is None or seen.pictures.stand_in is None:
+        return chunk.tokens
+    ids = list(chunk.tokens)
+    for place in seen.places:
+        ids[place] = seen.pictures.stand_in
+    return ids
 
 
 def turns_of(chunk: SequenceChunk, cache: KVCache) -> list[int]:

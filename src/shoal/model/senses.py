@@ -38,11 +38,13 @@ class EncoderParts:
         kind: what they read, in words.
         classes: transformers' mapping from configs to models with them.
         names: a pattern that is found in names of their tensors, and of those that project their states, alone.
+        other: the field of configs of encoders of other kinds, which are left out where a model may lack them.
     """
 
     kind: str
     classes: str
     names: str
+    other: str = ""
 
 
 @dataclass(frozen=True)
@@ -68,9 +70,12 @@ class Sense(ABC):
 
     Attributes:
         mutual: whether tokens of one see one another.
+        stand_in, prefix: see `Pictures`.
     """
 
     mutual = False
+    stand_in: int | None = None
+    prefix = False
 
     def __init__(self, load: Callable[[], Any], runner: ModelRunner, token: int) -> None:
         self._load, self._runner, self.token = load, runner, token
@@ -150,7 +155,7 @@ def _module(
     """The model with an encoder of these tensors and a decoder without layers."""
     from transformers.models.auto import modeling_auto
 
-    kind, small = vars(modeling_auto)[parts.classes][type(config)], _without_layers(config)
+    kind, small = vars(modeling_auto)[parts.classes][type(config)], _without_layers(config, parts.other)
     with torch.device("meta"):
         size = sum(one.numel() for one in kind(small).parameters())
     check(f"the encoder of {parts.kind}", size * runner.dtype.itemsize)
@@ -191,11 +196,16 @@ def _unreported() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _without_layers(config: Any) -> Any:
-    """The config of a model whose decoder has no layer and no vocabulary."""
+def _without_layers(config: Any, other: str) -> Any:
+    """The config of a model whose decoder has no layer and no vocabulary, and which has no other encoder."""
     small = copy.deepcopy(config)
     text = small.get_text_config()
     text.num_hidden_layers, text.vocab_size, text.pad_token_id = 0, 1, None
     if getattr(text, "layer_types", None) is not None:
         text.layer_types = []
+    for name in ("num_kv_shared_layers", "hidden_size_per_layer_input"):
+        if getattr(text, name, None):
+            setattr(text, name, 0)
+    if getattr(small, other, None) is not None:
+        setattr(small, other, None)
     return small

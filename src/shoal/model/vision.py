@@ -9,20 +9,20 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from shoal.errors import Unsupported
 from shoal.model.gguf.projectors import PreprocessorConfig
 from shoal.model.layers.pictures import Picture
 from shoal.model.packed.source import Source
 from shoal.model.runner import ModelRunner
 from shoal.model.senses import EncoderParts, Sense, Turn, loader
 
-VISION = ("gemma3", "idefics3", "internvl", "lfm2_vl", "llava", "llava_next", "mistral3", "qwen2_5_vl", "qwen2_vl",
-          "qwen3_vl", "smolvlm")
+VISION = ("gemma3", "gemma4", "idefics3", "internvl", "lfm2_vl", "llama4", "llava", "llava_next", "mistral3",
+          "paligemma", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm")
 """Model types whose pictures Shoal reads."""
-_MUTUAL = ("gemma3",)
-"""Those in which tokens of a picture see one another."""
 _PARTS = EncoderParts(
     "pictures", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
-    r"(?:^|\.)(?:vision_tower|vision_model|visual|multi_modal_projector|connector|image_newline)\b")
+    r"(?:^|\.)(?:vision_tower|vision_model|visual|multi_modal_projector|connector|embed_vision|image_newline)\b",
+    "audio_config")
 
 
 class Vision(Sense):
@@ -33,6 +33,10 @@ class Vision(Sense):
         runner: of the decoder.
         place: folder or Hub id of the files, which say how pictures are prepared, or what a GGUF file says of that.
         config: of the model.
+
+    Attributes:
+        mutual: whether tokens of a picture see one another.
+        stand_in, prefix: see `Pictures`.
     """
 
     def __init__(
@@ -42,11 +46,17 @@ class Vision(Sense):
         super().__init__(load, runner, int(token))
         self.place, self.model_type = place, str(config.model_type)
         self.config, self.sight = config, config.vision_config
-        self.mutual, self.merge = self.model_type in _MUTUAL, getattr(self.sight, "spatial_merge_size", 1)
+        text, self.merge = config.get_text_config(), getattr(self.sight, "spatial_merge_size", 1)
+        self.mutual = self.model_type == "gemma3" or getattr(text, "use_bidirectional_attention", None) == "vision"
+        self.stand_in = text.pad_token_id if getattr(text, "hidden_size_per_layer_input", None) else None
+        self.prefix = self.model_type == "paligemma"
         self.together = int(getattr(self.sight, "temporal_patch_size", 1))
 
     @override
     def _read(self, inputs: Mapping[str, Tensor], name: str, turn: Turn) -> Picture:
+        if self.prefix and not hasattr(self.module.get_input_embeddings(), "embed_scale"):
+            raise Unsupported("pictures for PaliGemma by this transformers", "it scales their states with the texts'",
+                              "Update transformers")
         if "frames" in inputs:
             return self._film(inputs, name, turn)
         with turn():
@@ -55,7 +65,10 @@ class Vision(Sense):
 
     def _states(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
         found = self.module.get_image_features(**self._fitted(inputs))
-        return _joined(found.pooler_output), tuple(map(_joined, getattr(found, "deepstack_features", None) or ()))
+        states = found.pooler_output
+        if states is None:  # Llama 4 projects what its encoder gives elsewhere
+            states = self.module.multi_modal_projector(found.last_hidden_state)
+        return _joined(states), tuple(map(_joined, getattr(found, "deepstack_features", None) or ()))
 
     def _film(self, inputs: Mapping[str, Tensor], name: str, turn: Turn) -> Picture:
         """Of what `shoal.engine.films` prepares, a step in time after the other: none of them sees another."""

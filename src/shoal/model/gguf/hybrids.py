@@ -25,7 +25,7 @@ def _qwen35(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
     layers, heads = common["num_hidden_layers"], metadata.whole("ssm.time_step_rank")
     period, blocks = metadata.whole("full_attention_interval", 4), metadata.whole("block_count")
     recurrent = metadata.pattern("attention.recurrent_layers", period, blocks)
-    return {
+    return _turns(metadata, common) | {
         "attention_bias": file.has("blk.0.attn_q.bias"),
         "layer_types": ["linear_attention" if one else "full_attention" for one in recurrent[:layers]],
         "linear_conv_kernel_dim": metadata.whole("ssm.conv_kernel"),
@@ -33,6 +33,15 @@ def _qwen35(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
         "linear_key_head_dim": metadata.whole("ssm.state_size"),
         "linear_value_head_dim": _share(metadata.whole("ssm.inner_size"), heads, "value heads"),
     }
+
+
+def _turns(metadata: Metadata, common: Fields) -> Fields:
+    """How a picture's tokens turn, where the file says it and that fits the rotated dimensions."""
+    rope, name = common["rope_parameters"], "rope.dimension_sections"
+    found = metadata.wholes(name) if metadata.has(name) else []
+    if sum(found[:3]) * 2 != int(common["head_dim"] * rope["partial_rotary_factor"]):
+        return {}
+    return {"rope_parameters": {**rope, "mrope_section": found[:3], "mrope_interleaved": True}}
 
 
 def _lfm2(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:

@@ -81,7 +81,7 @@ def _sight(file: GgufFile, text: Any, tokens: Mapping[str, int]) -> Sight:
         what = f"{name!r} of projector type {_type(metadata)!r}"
         raise Unsupported(what, f"Shoal reads {', '.join(PROJECTORS)}", REMEDY)
     hidden = int(text.hidden_size)
-    _check_fit(file, kind, text)
+    _check_fit(file, metadata, kind, text)
     if kind.token not in tokens:
         raise Unsupported(f"{name!r} for this model", f"its vocabulary has no {kind.token}", REMEDY)
     if (layers := metadata.whole("vision.block_count")) > (most := len(file.header.tensors)):
@@ -90,12 +90,13 @@ def _sight(file: GgufFile, text: Any, tokens: Mapping[str, int]) -> Sight:
     own, sight = kind.config(file, metadata, hidden)
     own_text = {key: one for key, one in text.to_dict().items() if key != "model_type" or not kind.texts}
     with told_by_transformers(f"the mmproj file {name!r}"):
-        config = AutoConfig.for_model(kind.model_type, text_config=own_text, vision_config=sight,
-                                      image_token_id=tokens[kind.token], **own)
+        config = AutoConfig.for_model(
+            kind.others.get(text.model_type, kind.model_type), text_config=own_text, vision_config=sight,
+            image_token_id=tokens[kind.token], **own)
     return Sight(file.path, config, source, prepared)
 
 
-def _check_fit(file: GgufFile, kind: Projector, text: Any) -> None:
+def _check_fit(file: GgufFile, metadata: Metadata, kind: Projector, text: Any) -> None:
     """Refuse an encoder of another model."""
     (place, axis), hidden = kind.width, int(text.hidden_size)
     info = file.header.tensors.get(place)
@@ -103,8 +104,12 @@ def _check_fit(file: GgufFile, kind: Projector, text: Any) -> None:
         raise lacks(file, place)
     if info.shape[axis] != hidden:
         why = f"its states have size {info.shape[axis]}, and the model's {hidden}"
-    elif kind.texts and text.model_type not in kind.texts:
-        why = f"it is for model type {' or '.join(kind.texts)}, and this is {text.model_type}"
+    elif kind.texts and text.model_type not in (*kind.texts, *kind.others):
+        why = f"it is for model type {' or '.join((*kind.texts, *kind.others))}, and this is {text.model_type}"
+    elif text.model_type in kind.others and deep(metadata):
+        why = f"it adds states behind layers of {kind.model_type}, and this is {text.model_type}"
+    elif text.model_type in kind.others and "mrope_section" not in text.rope_parameters:
+        why = "the model's file does not say how tokens of pictures turn (rope.dimension_sections)"
     else:
         return
     raise Unsupported(f"{file.path.name!r} for this model", why, REMEDY)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.errors import Unsupported
@@ -60,6 +60,7 @@ class Projector:
         config: makes fields of the whole config, and of the encoder's.
         prepared: makes what prepares pictures.
         texts: model types of decoders that it belongs to; empty for any.
+        others: of further decoders, and the whole models that these make with it; none of them has `deeper`.
         deeper: what names in transformers of projectors to the decoder's first layers begin with.
         unread: parts that transformers' modules have and do not read, which files may lack.
         aside: what names in the file of tensors begin with that are no encoder's.
@@ -75,6 +76,7 @@ class Projector:
     config: Callable[[GgufFile, Metadata, int], tuple[Fields, Fields]]
     prepared: Callable[[Metadata, str], PreprocessorConfig]
     texts: tuple[str, ...] = ()
+    others: Mapping[str, str] = field(default_factory=dict)
     deeper: str = ""
     unread: tuple[str, ...] = ()
     aside: tuple[str, ...] = ()
@@ -324,7 +326,8 @@ PROJECTORS: Mapping[str, Projector] = {
          "model.visual.merger.norm": "v.post_ln", "model.visual.merger.linear_fc1": "mm.0",
          "model.visual.merger.linear_fc2": "mm.2"},
         "model.visual.blocks.", {**_QWEN, "mlp.linear_fc1": "ffn_up", "mlp.linear_fc2": "ffn_down"},
-        ("mm.2.weight", 0), _qwen3, _qwen_prepared, ("qwen3_vl_text",), "model.visual.deepstack_merger_list."),
+        ("mm.2.weight", 0), _qwen3, _qwen_prepared, ("qwen3_vl_text",),
+        {"qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}, "model.visual.deepstack_merger_list."),
     "internvl": Projector(
         "internvl", "<IMG_CONTEXT>",
         {"vision_tower.embeddings.cls_token": "v.class_embd",

@@ -14,6 +14,7 @@ from functools import cached_property
 from hashlib import blake2b
 from itertools import accumulate
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch import Tensor
@@ -59,8 +60,7 @@ class Picture:
     @cached_property
     def keys(self) -> list[int]:
         """A negative number for each of its tokens, the same for the same place of equal pictures alone."""
-        return [-1 - int.from_bytes(blake2b(f"{self.name} {place}".encode(), digest_size=7).digest(), "big")
-                for place in range(len(self.states))]
+        return [hashed(f"{self.name} {place}") for place in range(len(self.states))]
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,9 +71,11 @@ class Pictures:
         pictures: what each is.
         token: the id that stands for each of their states.
         mutual: whether tokens that stand side by side also see those after them.
+        prefix: whether all tokens of the prompt see one another.
         places: positions of all their tokens, ascending; empty until `laid`.
         length: tokens of the prompt; 0 until then.
         ids: tokens that an answer may quote; a picture has none.
+        stand_in: the id by which inputs of layers' own know each of their tokens; None for `token`.
     """
 
     pictures: tuple[Picture, ...]
@@ -82,6 +84,8 @@ class Pictures:
     places: tuple[int, ...] = ()
     length: int = 0
     ids: tuple[int, ...] = ()
+    stand_in: int | None = None
+    prefix: bool = False
 
     @cached_property
     def deeper(self) -> list[Tensor]:
@@ -129,6 +133,11 @@ class Pictures:
     def _keys(self) -> list[int]:
         return [key for one in self.pictures for key in one.keys]
 
+    @cached_property
+    def _own(self) -> str:
+        """A name that no other prompt has."""
+        return uuid4().hex
+
     def laid(self, tokens: Sequence[int]) -> Pictures:
         """These pictures at their places in a prompt.
 
@@ -147,6 +156,10 @@ class Pictures:
     def keyed(self, tokens: Sequence[int]) -> list[int]:
         """The tokens, with numbers of the pictures' own where they stand: equal only for equal pictures."""
         made = list(tokens)
+        if self.prefix:  # each depends on all, and in windows nothing keeps what it saw: no prompt is another's prefix
+            count = min(self.length, len(made))
+            made[:count] = [hashed(f"{self._own} {place}") for place in range(count)]
+            return made
         for place, key in zip(self.places, self._keys, strict=True):
             if place < len(made):
                 made[place] = key
@@ -160,8 +173,10 @@ class Pictures:
     def piece(self, first: int, size: int) -> tuple[int, bool]:
         """How many of `size` tokens from position `first` on a forward reads, and whether they see one another.
 
-        Tokens of a picture that see one another share a forward, however many they are.
+        Tokens that see one another share a forward, however many they are.
         """
+        if self.prefix and first < self.length:
+            return self.length - first, True
         if not self.mutual and self.turns is None:
             return size, False
         low = bisect_left(self.places, first)
@@ -173,6 +188,11 @@ class Pictures:
         while last < len(self.places) and self.places[last] - last == first - low:
             last += 1
         return (last - low, True) if self.mutual else (min(size, last - low), False)
+
+
+def hashed(text: str) -> int:
+    """A negative number for a text, the same for equal texts alone."""
+    return -1 - int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "big")
 
 
 def keys_of(tokens: Sequence[int], source: Any) -> Sequence[int]:

@@ -33,6 +33,7 @@ from shoal.model.packed.source import (
     BY_COLUMNS,
     PUBLISHED,
     ColumnsAsRows,
+    EitherWay,
     ExpertsApart,
     ExpertsByRows,
     FewerLayers,
@@ -206,6 +207,9 @@ def build(
         source = ExpertsApart(source, shape.experts.routing.count)
     if config.get_text_config().model_type in BY_COLUMNS and not isinstance(file, GgufSource):
         source = ColumnsAsRows(source, BY_COLUMNS[config.get_text_config().model_type])
+    if config.model_type == "qwen3_vl_moe" and shape.experts is not None:
+        width, hidden = shape.experts.width, shape.hidden
+        source = EitherWay(source, {"experts.gate_up_proj": (2 * width, hidden), "experts.down_proj": (hidden, width)})
     if config.model_type in READERS:
         source = source if isinstance(file, GgufSource) else EncoderDecoderSource(source, config)
         shape = replace(shape, tied=shape.tied or not source.has("lm_head.weight"))

@@ -307,6 +307,8 @@ EXPERTS: Mapping[str, ExpertKind] = MappingProxyType({
         lambda text, layer: bool(text.enable_moe_block), shared=lambda text: int(text.intermediate_size)),
     "qwen2_moe": ExpertKind(_GATED, _softmax, _sparse_steps, shared=_shared_width),
     "qwen3_moe": ExpertKind(ExpertNames(), _softmax, _sparse_steps),
+    "qwen3_vl_moe_text": ExpertKind(
+        ExpertNames(), lambda text: Routing(text.num_experts, text.num_experts_per_tok), _sparse_steps),
     "mixtral": ExpertKind(_MIXTRAL, _softmax, width=lambda text: int(text.intermediate_size)),
     "phimoe": ExpertKind(_PHI, _phimoe, width=lambda text: int(text.intermediate_size)),
     "dbrx": ExpertKind(_DBRX, _dbrx),

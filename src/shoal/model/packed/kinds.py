@@ -19,8 +19,10 @@ ATTENTIONS = ("attention", "differential_attention", "latent_attention")
 """Mixers that read keys and values. The others are recurrences, which keep a state, but for "gated_memory"."""
 
 
-PLACED = ("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text")
-"""Text parts of models that see, which transformers has not as models; a picture's tokens turn by row and column."""
+PLACED = ("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text")
+"""Text parts of models that see, which transformers has not as models."""
+TURNED = (*PLACED, "qwen3_5_text", "qwen3_5_moe_text")
+"""Those in which a picture's tokens turn by row and column, where their configs say how (mrope_section)."""
 
 
 @dataclass(frozen=True)
@@ -210,7 +212,7 @@ _SAMBAY = ModelKind(MappingProxyType({
 _LATENT = ModelKind(MappingProxyType({"": LayerKind(("latent_attention",))}))
 LLAMA: Mapping[str, ModelKind] = MappingProxyType({
     **dict.fromkeys(("llama", "mistral", "ministral", "ministral3", "qwen2", "qwen3", "smollm3", "phi3", "granite",
-                     "gemma", "seed_oss", "glm", "helium", "ernie4_5", "internlm3", "cwm", *PLACED), ModelKind()),
+                     "gemma", "seed_oss", "glm", "helium", "ernie4_5", "internlm3", "cwm", *PLACED[:3]), ModelKind()),
     "arcee": ModelKind(MappingProxyType({"": LayerKind(gated_mlp=False, plain_mlp=True)}),
                        Names(gate_up=("", "up_proj"))),
     "apertus": ModelKind(MappingProxyType({"": LayerKind(
@@ -231,7 +233,7 @@ LLAMA: Mapping[str, ModelKind] = MappingProxyType({
 
 MIXTURES: Mapping[str, ModelKind] = MappingProxyType({
     **dict.fromkeys(("qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "granitemoe", "glm4_moe", "ernie4_5_moe", "gpt_oss",
-                     "minimax_m2", "dots1", "exaone_moe", "hy_v3", "solar_open"), ModelKind()),
+                     "minimax_m2", "dots1", "exaone_moe", "hy_v3", "solar_open", *PLACED[3:]), ModelKind()),
     "flex_olmo": _same(_AFTER),
     "afmoe": replace(_same(replace(_SANDWICH, attention_out="post_attention_layernorm", mlp="pre_mlp_layernorm",
                                    mlp_out="post_mlp_layernorm")), gated_attention=True, names=Names(gate="gate_proj")),

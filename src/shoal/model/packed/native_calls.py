@@ -79,16 +79,18 @@ def calls_of(chunks: Sequence[SequenceChunk], cache: KVCache) -> list[KernelCall
     """
     extra = [store for store in cache.layers if store.extra]
     by_kernels = [_runs_native(chunk, extra) for chunk in chunks]
+    apart = [False] * len(chunks)
     if any(cache.encoded):
-        by_kernels = [known and not _turned_apart(chunk, cache)
-                      for known, chunk in zip(by_kernels, chunks, strict=True)]
-    if all(by_kernels) and _fit_together(chunks):
+        apart = [turned_apart(chunk, cache) for chunk in chunks]
+        by_kernels = [known and not _deepened(chunk, cache) for known, chunk in zip(by_kernels, chunks, strict=True)]
+    if all(by_kernels) and _fit_together(chunks) and (len(chunks) == 1 or not any(apart)):
         return []
-    calls, by_torch = list[KernelCall](), KernelCall(False, [], [])
-    for number, (whole, known) in enumerate(zip(chunks, by_kernels, strict=True)):
+    calls, by_torch, closed = list[KernelCall](), KernelCall(False, [], []), True
+    for number, (whole, known, alone) in enumerate(zip(chunks, by_kernels, apart, strict=True)):
         for first, chunk in _pieces(whole) if known else [(0, whole)]:
-            if known and (first or not calls or not _fit_together([*calls[-1].chunks, chunk])):
+            if known and (first or alone or closed or not _fit_together([*calls[-1].chunks, chunk])):
                 calls.append(KernelCall(True, [], []))
+            closed = alone if known else closed
             call = calls[-1] if known else by_torch
             call.chunks.append(chunk)
             call.places.append((number, first))
@@ -131,10 +133,16 @@ def _runs_native(chunk: SequenceChunk, extra: Sequence[KVLayer]) -> bool:
     return all(_readable(store, chunk.seq) for store in extra)
 
 
-def _turned_apart(chunk: SequenceChunk, cache: KVCache) -> bool:
-    """Whether a chunk has tokens of pictures that are turned by rows and columns, or deepened."""
+def turned_apart(chunk: SequenceChunk, cache: KVCache) -> bool:
+    """Whether a chunk has tokens of pictures that are turned by rows and columns, which take tables of their own."""
     seen = pictures_in(chunk, cache)
-    return seen is not None and (seen.pictures.turns is not None or bool(seen.pictures.deeper))
+    return seen is not None and seen.pictures.turns is not None
+
+
+def _deepened(chunk: SequenceChunk, cache: KVCache) -> bool:
+    """Whether a chunk has tokens of pictures to which something is added after the first layers."""
+    seen = pictures_in(chunk, cache)
+    return seen is not None and bool(seen.pictures.deeper)
 
 
 def _readable(store: KVLayer, seq: int) -> bool:

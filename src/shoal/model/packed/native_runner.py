@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -31,7 +32,7 @@ from shoal.model.masks import Asker
 from shoal.model.packed import native
 from shoal.model.packed.block import scaled_logits
 from shoal.model.packed.linear import Quant, parts_of, quant_for
-from shoal.model.packed.native_calls import LIMIT, KernelCall, States, calls_of
+from shoal.model.packed.native_calls import LIMIT, KernelCall, States, calls_of, turned_apart
 from shoal.model.packed.native_states import NativeStates
 from shoal.model.packed.native_steps import PlainSteps, read_stores
 from shoal.model.packed.runner import PackedRunner
@@ -44,8 +45,10 @@ from shoal.model.runner import (
     SequenceChunk,
     Start,
     adapters_of,
+    axes_of,
     encoded_of,
     greedy,
+    ids_of,
     lay_vectors,
     mark_shallow,
     missing_kv,
@@ -243,7 +246,8 @@ class NativeRunner(PackedRunner):
         if meanwhile is not None and taps is not None:
             aside = more["aside"] = _aside(meanwhile, taps, entered[meanwhile.layer], tapped, chunks)
         best = array("i", bytes(4 * len(batch.wanted))) if argmax else None
-        logits = self.decoder.forward(batch, self._binding(cache), taps=taps, tapped=tapped, argmax=best, **more)
+        with self._turned(chunks, cache):
+            logits = self.decoder.forward(batch, self._binding(cache), taps=taps, tapped=tapped, argmax=best, **more)
         if meanwhile is not None and aside is not None:
             meanwhile.others = aside.others
         stores = [cache.layers[layer] for layer in work.layers]
@@ -360,10 +364,11 @@ class NativeRunner(PackedRunner):
         wanted: list[int] = []
         for chunk in chunks:
             base, own = cache.positions[chunk.seq], chunk.nodes
-            positions.extend(turns_of(chunk, cache) if self.shape.axes else chunk.positions(base))
+            places = self.shape.axes and not turned_apart(chunk, cache)
+            positions.extend(turns_of(chunk, cache) if places else chunk.positions(base))
             if chunk.parents is None:  # a chain may go on for longer than nodes have numbers
                 base, own = base + chunk.fed, range(len(chunk.tokens))
-            ids.extend(chunk.tokens)
+            ids.extend(ids_of(chunk, cache))
             nodes.extend(own)
             bases.extend([base] * len(own))
             ancestors.extend(_ancestors(chunk))
@@ -403,6 +408,17 @@ class NativeRunner(PackedRunner):
             bound = self.decoder.bind([s.keys for s in stores], [s.values for s in stores], own, cache.seqs)
             known = self._bindings[cache] = version, bound.unowned()
         return known[1]
+
+    @contextmanager
+    def _turned(self, chunks: Sequence[SequenceChunk], cache: KVCache) -> Iterator[None]:
+        """For a call, tables in which a chunk alone that has a picture's tokens is turned by their rows and columns."""
+        if not self.shape.axes or len(chunks) > 1 or not turned_apart(chunks[0], cache):
+            yield
+            return
+        begin, known = cache.positions[chunks[0].seq] + chunks[0].fed, (self.rotary.cos, self.rotary.sin)
+        each, pairs = axes_of(chunks[0], cache)[list(self.shape.axes)].T, torch.arange(len(self.shape.axes))
+        with self.decoder.turned(*(torch.cat([table[:, :begin], table[:, each, pairs]], 1) for table in known)):
+            yield
 
     def _extend_tables(self, positions: int) -> None:
         self.rotary.reach(positions)

@@ -37,6 +37,7 @@ from shoal.model.runner import (
     axes_of,
     check_readers,
     encoded_of,
+    ids_of,
     lay_vectors,
     mark_shallow,
     opened_in,
@@ -204,7 +205,7 @@ class _Pass:
         of_chunks = adapters_of(chunks, cache) if cache.adapted else []
         self._adapters = [one for one, chunk in zip(of_chunks, chunks, strict=False) for _ in chunk.tokens]
         self._memory: dict[int, Tensor] = {}
-        ids = torch.tensor([token for chunk in chunks for token in chunk.tokens], device=runner.device)
+        ids = torch.tensor([token for chunk in chunks for token in ids_of(chunk, cache)], device=runner.device)
         places = [place for chunk in chunks for place in chunk.positions(cache.positions[chunk.seq])]
         runner.rotary.reach(max(places) + 1)
         where = torch.tensor(places, device=runner.device)
@@ -406,15 +407,16 @@ class _Pass:
         source = self.runner.shape.source(layer)
         held = layer if source is None else source
         store = self.cache.layers[held]
-        if chunk.mutual and store.window is not None and not self.runner.shape.windows_ahead:
+        if chunk.mutual and not self.runner.shape.sees_ahead(store.window):
             chunk = replace(chunk, mutual=False)
         seqs, counts, base = [chunk.seq], [last - first], self.cache.positions[chunk.seq]
-        if k is not None and v is not None:
+        if k is not None:
             store.make_room(seqs, counts)
-            view = chunk.view(base, store.starts[chunk.seq], first, last)
+        view = chunk.view(base, store.starts[chunk.seq], first, last)
+        view = replace(view, beyond=True) if chunk.mutual and self.runner.shape.beyond_windows else view
+        if k is not None and v is not None:
             keys, values = store.append(k.transpose(0, 1)[None], v.transpose(0, 1)[None], seqs, counts)
         else:
-            view = chunk.view(base, store.starts[chunk.seq], first, last)
             keys, values = (one[None] for one in store.read(chunk.seq, view.slots, q.dtype))
         queries, bias = q.transpose(0, 1), store.bias[chunk.seq]
         own, sinks = self.runner.weights.layers[layer].differential, self.runner.weights.layers[layer].sinks

@@ -24,12 +24,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING a
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING as SEQ_TO_SEQ
 
 from shoal.errors import Unsupported
-from shoal.model.config import context_of, widths_of, windows_of
+from shoal.model.config import GEMMA4, context_of, widths_of, windows_of
 from shoal.model.kv.chunk import Chunk
 from shoal.model.layers.latent import LatentSizes
 from shoal.model.packed.classics import READERS, Order, viewed
 from shoal.model.packed.experts import ExpertShape, expert_shape, with_experts
-from shoal.model.packed.kinds import CLASSICS, HYBRIDS, MODELS, PLACED, LayerKind, Names
+from shoal.model.packed.kinds import CLASSICS, HYBRIDS, MODELS, PLACED, TURNED, LayerKind, Names
 from shoal.model.packed.latent import latent_scale, latent_sizes
 from shoal.model.sambay import OWN_CONFIGS
 
@@ -38,8 +38,7 @@ _HUNYUAN = ("hunyuan_v1_dense", "hunyuan_v1_moe")
 _CAPPED = ("gemma2", "t5_gemma_module")
 """Model types whose scores have a soft cap."""
 _GEMMA = ("gemma", "gemma3_text", *_CAPPED)
-_GEMMA4 = ("gemma4_text", "gemma4_unified_text")
-_GEMMA_SCALED = (*_GEMMA, *_GEMMA4, "gemma3n_text")
+_GEMMA_SCALED = (*_GEMMA, *GEMMA4, "gemma3n_text")
 """Model types whose embeddings are multiplied by the root of their size."""
 _INTERLEAVED = ("glm", "glm4", "helium", "ernie4_5", "ernie4_5_moe", "cohere", "cohere2", "gptj", "codegen",
                 "llama4_text", "cohere2_moe")
@@ -154,6 +153,8 @@ class Shape:
         distance_ranges: how many ranges of distances have biases of their own, and the distance where the last one
             begins (T5); or None.
         windows_ahead: whether in layers with a window, too, nodes of a mutual chunk see those after them.
+        full_ahead: whether they do in layers without one.
+        beyond_windows: whether they see one another however wide the window is.
     """
 
     hidden: int
@@ -209,6 +210,8 @@ class Shape:
     head_norm: bool = True
     axes: tuple[int, ...] = ()
     windows_ahead: bool = True
+    full_ahead: bool = True
+    beyond_windows: bool = False
     streams: StreamSizes | None = None
     cutoffs: tuple[float | None, ...] = ()
     sub_norms: bool = False
@@ -306,6 +309,10 @@ class Shape:
             sides = 1 + self.heads_of(layer).own_values
         return (self.heads + sides * sizes.kv_heads) * sizes.head_dim + self.gate_rows
 
+    def sees_ahead(self, window: int | None) -> bool:
+        """Whether nodes of a mutual chunk see those after them in layers with that window, or with none."""
+        return self.full_ahead if window is None else self.windows_ahead
+
     @property
     def gate_rows(self) -> int:
         """Rows of gates in the fused projection."""
@@ -331,7 +338,8 @@ def shape_of(config: Any, dtype: torch.dtype = torch.float64) -> Shape:
     activation = getattr(text, "hidden_activation", None) or getattr(text, "hidden_act", "silu")
     if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         raise _misfit(text, f"its activation {activation!r} is not among {', '.join(_ACTIVATIONS)}")
-    if getattr(text, "use_bidirectional_attention", False) not in (None, False, "vision"):  # of images alone
+    ahead = getattr(text, "use_bidirectional_attention", False)
+    if ahead not in (None, False, "vision") and config.model_type != "paligemma":  # of prompts with images alone
         raise _misfit(text, "its tokens see later ones")
     ropes = ropes_of(text)
     for kind, rope in ropes.items():
@@ -364,8 +372,8 @@ def shape_of(config: Any, dtype: torch.dtype = torch.float64) -> Shape:
         activation=_ACTIVATIONS[activation],
         windows=windows_of(text),
         rotary=_rotary(text, list(ropes)),
-        axes=_axes(ropes[None]) if text.model_type in PLACED else (),
-        tied=bool(getattr(text, "tie_word_embeddings", getattr(config, "tie_word_embeddings", False))),
+        axes=_axes(config, text, ropes.get(None, {}), _rotary_dim(head_dim, latent, ropes) // 2),
+        tied=_tied(config if text.model_type in PLACED else text, config),
         max_positions=context_of(text),
         interleaved=text.model_type in _INTERLEAVED,
         norm_offset=1.0 if text.model_type in _CENTRED else 0.0,
@@ -397,6 +405,7 @@ def shape_of(config: Any, dtype: torch.dtype = torch.float64) -> Shape:
         layer_input=int(getattr(text, "hidden_size_per_layer_input", None) or 0),
         head_norm=MODELS[text.model_type].names.final_norm is not None,
         distance_ranges=getattr(text, "distance_ranges", None),
+        beyond_windows=config.model_type == "paligemma",
     )
     if shape.distance_ranges is not None and text.is_gated_act:
         kinds = tuple(replace(kind, gated_mlp=True, plain_mlp=False) for kind in kinds)
@@ -406,7 +415,7 @@ def shape_of(config: Any, dtype: torch.dtype = torch.float64) -> Shape:
         return replace(shape, unit_heads=bool(text.use_qk_norm), warmth=warmth)
     if text.model_type == "ministral3":
         return replace(shape, warmth=_ministral3(text))
-    if text.model_type in _GEMMA4:
+    if text.model_type in GEMMA4:
         return replace(shape, **_gemma4(text, shape))
     if text.model_type == "cohere2_moe":
         return replace(shape, **_cohere2_moe(text, shape))
@@ -472,6 +481,7 @@ def _gemma4(text: Any, shape: Shape) -> dict[str, Any]:
     wide = 2 if text.use_double_wide_mlp else 1
     ffns = tuple(width * (1 if shape.source(i) is None else wide) for i, width in enumerate(shape.ffns))
     return {"sizes": sizes, "kv_heads": min(one.kv_heads for one in sizes), "attention_scale": 1.0, "ffns": ffns,
+            "full_ahead": False,
             "head_dim": max(one.head_dim for one in sizes), "rotary_dim": max(one.rotary_dim for one in sizes)}
 
 
@@ -577,13 +587,29 @@ def _misfit(config: Any, why: str) -> Unsupported:
     return Unsupported(f"the packed backend for model type {config.model_type!r}", why, REMEDY)
 
 
-def _axes(rope: dict[str, Any]) -> tuple[int, ...]:
+_SECTIONS = (11, 11, 10)
+"""Transformers' `mrope_section` of Qwen3.5 where a config has none."""
+
+
+def _tied(first: Any, config: Any) -> bool:
+    """Whether the head is the embedding, as the first of two configs that says something has it."""
+    return bool(getattr(first, "tie_word_embeddings", getattr(config, "tie_word_embeddings", False)))
+
+
+def _axes(config: Any, text: Any, rope: dict[str, Any], pairs: int) -> tuple[int, ...]:
     """Which place turns each pair of dimensions (Wang et al., 2024, arXiv 2409.12191, section 2.1, M-RoPE).
 
-    Qwen2-VL gives each place one run of pairs, Qwen3-VL gives them by turns as long as rows and columns have some.
+    Qwen2-VL gives each place one run of pairs, Qwen3-VL and Qwen3.5 give them by turns as long as rows and columns have
+    some. None in models that see no pictures.
     """
-    sizes = [int(size) for size in rope["mrope_section"]]
-    if not rope.get("mrope_interleaved"):
+    if text.model_type not in TURNED or (config is text and "mrope_section" not in rope):
+        return ()
+    sizes = [int(size) for size in rope.get("mrope_section", _SECTIONS)]
+    if sum(sizes) != pairs:
+        if config is text and text.model_type not in PLACED:
+            return ()
+        raise _misfit(text, f"its mrope_section is {sizes}, which must be {pairs} together")
+    if text.model_type in PLACED and not rope.get("mrope_interleaved"):
         return tuple(axis for axis, size in enumerate(sizes) for _ in range(size))
     return tuple(pair % 3 if pair < 3 * sizes[pair % 3] else 0 for pair in range(sum(sizes)))
 
@@ -669,7 +695,7 @@ def _frequencies(
 ) -> tuple[Tensor, float] | None:
     """Angles per position [rotary_dim / 2] and the factor of cos and sin; None if only the model's code has them."""
     name = rope.get("rope_type", "default")
-    if name == "proportional" and text.model_type in _GEMMA4:
+    if name == "proportional" and text.model_type in GEMMA4:
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
         angles, factor = ROPE_INIT_FUNCTIONS[name](text, device, layer_type=kind)
@@ -701,7 +727,7 @@ def head_dim_of(text: Any) -> int:
 
 def of_layer(text: Any, layer: int | str | None) -> Any:
     """The config of a layer, or of a type of layers, where their sizes differ; otherwise the whole config."""
-    return text.per_layer_config[layer] if text.model_type in _GEMMA4 and layer is not None else text
+    return text.per_layer_config[layer] if text.model_type in GEMMA4 and layer is not None else text
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

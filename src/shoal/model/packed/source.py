@@ -186,6 +186,23 @@ class ColumnsAsRows(ChangedSource):
         return tensor.mT if name.endswith(self._ends) else tensor
 
 
+class EitherWay(ChangedSource):
+    """Matrices that have columns for outputs in some checkpoints, told by their sizes as transformers tells them.
+
+    Args:
+        sizes: rows and columns of matrices with rows for outputs, by ends of their names.
+    """
+
+    def __init__(self, source: Source, sizes: Mapping[str, tuple[int, int]]) -> None:
+        super().__init__(source)
+        self._sizes = sizes
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self._source[name]
+        wanted = next((size for end, size in self._sizes.items() if name.endswith(end)), None)
+        return tensor if wanted in (None, tuple(tensor.shape[-2:])) else tensor.mT
+
+
 class RowsOfParts(ChangedSource):
     """Reorders the rows of a checkpoint's fused matrix and bias: first all of q, then k, then v.
 

@@ -48,7 +48,7 @@ _MLP_BIAS = ("llama", "granite", "smollm3", "seed_oss", "helium", "bamba", "falc
 _HEAD_NORMS = ("qwen3", "qwen3_vl_text", "gemma3_text", "olmo2", "olmo3", "exaone4", "qwen3_5_text", "lfm2",
                "olmo_hybrid", "qwen3_moe", "olmoe", "qwen3_next", "qwen3_5_moe_text", "lfm2_moe", "lfm3",
                "gemma4_text", "hunyuan_v1_dense", "hunyuan_v1_moe", "gemma4_unified_text", "minimax_m2", "dots1",
-               "exaone_moe", "hy_v3", "flex_olmo", "afmoe", "gemma3n_text", "apertus")
+               "exaone_moe", "hy_v3", "flex_olmo", "afmoe", "gemma3n_text", "apertus", "qwen3_vl_moe_text")
 _FUSED = ("phi3", "glm", "glm4", "granitemoehybrid", "phi4flash")
 _FUSED_QKV = ("phi3", "gpt2", "gpt_bigcode", "gpt_neox", "falcon", "persimmon", "bloom", "mpt", "codegen", "dbrx")
 """Model types whose modules have q, k and v as one matrix."""

@@ -6,7 +6,8 @@ import ctypes
 import threading
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from ctypes import Array, c_double, c_float, c_int32, c_uint8, c_void_p
 from functools import cached_property
 
@@ -162,7 +163,7 @@ class NativeModel:
     ) -> None:
         _check_sizes(shape, kv_dtype)
         self.shape, self.num_layers, self._kv_dtype = shape, len(weights.layers), kv_dtype
-        self._library, self._lock = require(), threading.Lock()
+        self._library, self._lock = require(), threading.RLock()
         self._parts: list[object] = [embedding]
         self.recurrences: dict[int, NativeRecurrence] = {}
         self._sizes: tuple[int, ...] = (0, 0, 0, 0)  # of the largest mixture: experts, of a token, neurons, narrow
@@ -193,6 +194,17 @@ class NativeModel:
                     struct.cos = address("cos", cos[table], (struct.positions, half))
                     struct.sin = address("sin", sin[table], (struct.positions, half))
             self._tables, self.reach = (cos, sin), cos.shape[1]
+
+    @contextmanager
+    def turned(self, cos: Tensor, sin: Tensor) -> Iterator[None]:
+        """Have other rotary tables inside the block, while forwards of other threads wait."""
+        with self._lock:
+            former = self._tables
+            self.turn(cos, sin)
+            try:
+                yield
+            finally:
+                self.turn(*former)
 
     def foresee(self, foresight: Foresight | None) -> None:
         """Ask the system for experts' pages before they are read, or do so no more; for weights in a mapped file."""
