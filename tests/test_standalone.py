@@ -145,7 +145,9 @@ def test_two_starts_at_once_both_run(file: Path, tmp_path: Path) -> None:
     both = [subprocess.Popen([str(file)], env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
             for _ in range(4)]
     assert [process.communicate()[0] and process.returncode for process in both] == [7] * 4
-    assert len(kept(tmp_path)) == 1
+    (name,) = kept(tmp_path)
+    folder = tmp_path / "cache" / "shoal" / "standalone" / name
+    assert sorted(path.name for path in folder.iterdir()) == ["_internal", "shoal"]
 
 
 @pytest.fixture
