@@ -6,7 +6,6 @@ Python's own multiprocessing. `-S`, which a sandbox gives, stands for the standa
 
 from __future__ import annotations
 
-import _ssl  # ssl itself takes longer
 import multiprocessing
 import os
 import sys
@@ -34,16 +33,22 @@ def main() -> int:
 
 
 def give_back_libraries() -> None:
-    """Undo for children what PyInstaller's start sets: programs of the system must not load the packed libraries."""
+    """Undo for children what PyInstaller's start sets: programs of the system must not load the packed libraries.
+
+    A child that is the packed program itself then starts as its parent did, and finds them.
+    """
     before = os.environ.pop(f"{LIBRARIES}_ORIG", None)
     if before is not None:
         os.environ[LIBRARIES] = before
     else:
         os.environ.pop(LIBRARIES, None)
+    os.environ["PYINSTALLER_RESET_ENVIRONMENT"] = "1"
 
 
 def find_certificates() -> None:
     """Where this system keeps none at the place that the packed OpenSSL knows, name those that certifi packs."""
+    import _ssl  # ssl itself takes longer
+
     _, file, _, folder = _ssl.get_default_verify_paths()
     if not os.path.exists(file) and not os.path.isdir(folder):
         os.environ.setdefault("SSL_CERT_FILE", os.path.join(sys.prefix, "certifi", "cacert.pem"))
