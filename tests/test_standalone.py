@@ -203,6 +203,7 @@ def asked(*words: str, **environment: str) -> str:
 
 def test_the_program_runs_code_as_python_does() -> None:
     code = "import json, os, sys; print(json.dumps([sys.argv, __name__, os.environ.get('LD_LIBRARY_PATH')]))"
+    assert asked("-c", "import os; print(os.environ['PYINSTALLER_RESET_ENVIRONMENT'])") == "1\n"
     assert json.loads(asked("-I", "-B", "-c", code, "a b", "-c")) == [["-c", "a b", "-c"], "__main__", None]
     own = asked("-c", code, LD_LIBRARY_PATH="/packed", LD_LIBRARY_PATH_ORIG="/own")
     assert json.loads(own) == [["-c"], "__main__", "/own"]
