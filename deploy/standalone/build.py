@@ -24,8 +24,8 @@ from importlib.metadata import Distribution, distributions, version
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-UNUSED = ("torch/bin/*", "torch/include", "torch/lib/*_test.so", "torch/share", "torch/test")
-"""What torch brings to compile against it and to test it, all but `USED`."""
+UNUSED = ("libcudart*", "torch/bin/*", "torch/include", "torch/lib/*_test.so", "torch/share", "torch/test")
+"""What torch brings to compile against it and to test it, all but `USED`, and asks for where there is CUDA."""
 USED = "torch_shm_manager"
 SYMBOLS = ("libpython*.so*", "torch/lib/libtorch_cpu.so")
 """Libraries with tables for debuggers."""
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = packed(args.build)
     before = size(folder)
     leave_out(folder / "_internal")
-    (folder / "NOTICES.txt").write_text("\n".join(notices()), "utf-8")
+    (folder / "NOTICES.txt").write_text("\n".join([*notices(), *libraries(folder / "_internal")]), "utf-8")
     after = size(folder)
     target = one_file(folder, args.dist / f"shoal-{version('shoal')}-linux-x86_64", version("shoal"))
     print(f"{target}: {target.stat().st_size / 1e6:.0f} MB, unpacked {after / 1e6:.0f} MB of "
@@ -106,6 +106,25 @@ def notice(one: Distribution) -> Iterator[str]:
     for file in one.files or ():
         if ".dist-info" in file.parts[0] and _LICENCE.search(file.name) and file.suffix not in (".py", ".pyc"):
             yield Path(str(file.locate())).read_text("utf-8", errors="replace")
+
+
+def libraries(folder: Path) -> Iterator[str]:
+    """The libraries that wheels bring in folders of their own, and those of this system with Debian's word on them."""
+    for path in sorted(folder.glob("*.libs")):
+        yield f"== Libraries in {path.name}: {', '.join(sorted(file.name for file in path.iterdir()))}\n"
+    yield "FFmpeg's libraries (libav*, libsw*) are under the LGPL, version 3, and libx264 and libx265 under the GPL.\n"
+    for file in sorted(file for file in folder.glob("lib*.so*") if not file.is_symlink()):
+        yield f"== {file.name}, of the system that packed this file\n"
+        yield copyright_of(file.name)
+
+
+def copyright_of(library: str) -> str:
+    """What a system of Debian's kind says of a library's licence; empty on others."""
+    if shutil.which("dpkg") is None:
+        return ""
+    owner = subprocess.run(["dpkg", "-S", f"*/{library}"], capture_output=True, text=True).stdout.partition(":")[0]
+    place = Path("/usr/share/doc") / owner / "copyright"
+    return place.read_text("utf-8", errors="replace") if owner and place.is_file() else ""
 
 
 def one_file(folder: Path, target: Path, release: str) -> Path:
