@@ -6,12 +6,15 @@ VENV ?= .venv
 CORE_VENV ?= .venv-core
 OLDEST_VENV ?= .venv-oldest
 NEWEST_VENV ?= .venv-newest
+STANDALONE_VENV ?= .venv-standalone
+STANDALONE_EXTRAS ?= chat,completion,constraints,gguf,mcp,pictures,serve,speech
 WORKERS ?= 3
 
 BIN := $(VENV)/bin
 CORE_BIN := $(CORE_VENV)/bin
 OLDEST_BIN := $(OLDEST_VENV)/bin
 NEWEST_BIN := $(NEWEST_VENV)/bin
+STANDALONE_BIN := $(STANDALONE_VENV)/bin
 RUN_STAMP := $(VENV)/.installed-run
 STAMP := $(VENV)/.installed
 CORE_STAMP := $(CORE_VENV)/.installed
@@ -20,13 +23,13 @@ ALL_STAMP := $(VENV)/.installed-all
 DOCS_STAMP := $(VENV)/.installed-docs
 MODEL_STAMP := $(VENV)/.installed-model
 PYTEST_ARGS := -q -n $(WORKERS)
-QUICK := not slow and not network and not browser and not cross and not ray
+QUICK := not slow and not network and not browser and not cross and not ray and not standalone
 QUESTION := What is the water cycle?
 STEP = @$(PYTHON) tools/step.py --into $(VENV)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo lint test test-all test-every test-avx2 test-core test-newest test-oldest docs browser cross clean
+.PHONY: help setup demo lint test test-all test-every test-avx2 test-core test-newest test-oldest docs browser cross standalone clean
 
 help: ## List the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -66,10 +69,10 @@ lint: $(STAMP) ## Style, types, direction of imports, structure
 test: lint $(MODEL_STAMP) ## Lint, and every test that is quick
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "$(QUICK)"
 
-test-all: lint test-avx2 test-core test-oldest browser cross $(ALL_STAMP) $(MODEL_STAMP) ## Lint, all tests that need no network, of each one slow case, and the quick ones held to AVX2, on the oldest supported transformers, and of the core without shoal-lab
+test-all: lint test-avx2 test-core test-oldest browser cross standalone $(ALL_STAMP) $(MODEL_STAMP) ## Lint, all tests that need no network, of each one slow case, and the quick ones held to AVX2, on the oldest supported transformers, and of the core without shoal-lab
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not network" --cases 1 --durations 25
 
-test-every: lint browser cross $(ALL_STAMP) $(MODEL_STAMP) ## Lint, and every case of every test that needs no network, which takes hours
+test-every: lint browser cross standalone $(ALL_STAMP) $(MODEL_STAMP) ## Lint, and every case of every test that needs no network, which takes hours
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not network"
 
 test-avx2: $(STAMP) $(MODEL_STAMP) ## Every test that is quick, with torch and Shoal's kernels held to AVX2
@@ -106,6 +109,17 @@ cross: ## Install what compiles the kernels for ARM and runs them, where it is m
 	{ apt-get update -qq && apt-get install -y -qq --no-install-recommends gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user; } || \
 	echo "aarch64-linux-gnu-gcc and qemu-aarch64 are missing and could not be installed; the tests that need them will say so" >&2
 
+standalone: ## Pack Shoal into one file for Linux on x86-64 that needs no Python, in dist/
+	@if [ "$$(uname -sm)" = "Linux x86_64" ]; then $(MAKE) --no-print-directory $(STANDALONE_VENV)/packed; \
+	else echo "no standalone file is made: this is no Linux on x86-64" >&2; fi
+
+$(STANDALONE_VENV)/packed: $(shell find deploy/standalone src -type f -not -name '*.pyc') pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(STANDALONE_VENV)
+	$(STANDALONE_BIN)/python -m pip install --quiet -c constraints.txt -c deploy/standalone/constraints.txt \
+	pyinstaller pyinstaller-hooks-contrib '.[$(STANDALONE_EXTRAS)]'
+	$(STANDALONE_BIN)/python deploy/standalone/build.py --build build/standalone --dist dist
+	@touch $@
+
 $(CORE_STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(CORE_VENV)
 	$(CORE_BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
@@ -118,5 +132,5 @@ $(OLDEST_STAMP): pyproject.toml lab/pyproject.toml constraints-oldest.txt
 	@touch $@
 
 clean: ## Remove the virtual environments, build outputs and caches
-	rm -rf $(VENV) $(CORE_VENV) $(OLDEST_VENV) $(NEWEST_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(CORE_VENV) $(OLDEST_VENV) $(NEWEST_VENV) $(STANDALONE_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

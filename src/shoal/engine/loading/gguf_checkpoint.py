@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from shoal.engine.loading.form import FileForm, of_header
-from shoal.errors import Unsupported
+from shoal.errors import Unsupported, pip_install
 from shoal.model.gguf.file import GgufFile
 from shoal.model.gguf.header import Header, read_said
 from shoal.model.gguf.metadata import Metadata, vocabulary_of
@@ -182,7 +182,7 @@ class GgufCheckpoint:
             remedy = "Use the model's safetensors, or a Q4_K_M file of a known architecture"
             if lacking := [name for name in _OF_TRANSFORMERS if find_spec(name) is None]:
                 why = f"{self._reason.why}, and transformers may, but not without {' and '.join(lacking)}"
-                remedy = "Install the extra: pip install 'shoal[gguf]'"
+                remedy = f"Install the extra: {pip_install('shoal[gguf]')}"
             raise Unsupported(self._reason.what, why, remedy) from error
 
 
