@@ -146,7 +146,7 @@ def one_file(folder: Path, target: Path, release: str) -> Path:
 def archive(folder: Path, target: Path) -> None:
     """Write the folder as a compressed tar; the same folder gives the same bytes.
 
-    Every Linux has gzip; xz would save a tenth and needs a package that small systems lack.
+    Every Linux has gzip; what packs closer needs packages that small systems lack.
     """
     with target.open("wb") as file, gzip.GzipFile("", "wb", 6, file, mtime=0) as stream, \
             tarfile.open(fileobj=stream, mode="w|") as tar:

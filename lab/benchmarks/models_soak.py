@@ -5,10 +5,10 @@
 Starts `shoal serve` with the models and keeps `--streams` clients busy. Each asks a model drawn by chance, waits for
 its answer or leaves, and draws again; requests and checks are those of `mixed_soak.py`. Models without a chat template
 are asked for completions alone. Memory is the server's resident set. It swings with what is loaded, so what may not
-grow is the memory of the process without any model: it is measured after a warm-up of a tenth of the time, and in the
-end, each time after all models were unloaded. The last line on stdout is the report as JSON; the exit code is 1 if an
-answer was wrong or lost, the limit was passed, or memory has grown by more than 2 % of the most that the process took,
-as in `mixed_soak.py`.
+grow is the memory of the process without any model: it is measured after a warm-up of a fifth of the time, in which the
+first loads leave holes, and in the end, each time after all models were unloaded. The last line on stdout is the report
+as JSON; the exit code is 1 if an answer was wrong or lost, the limit was passed, or memory has grown by more than 2 %
+of the most that the process took, as in `mixed_soak.py`.
 """
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ async def _run(url: str, pid: int, args: argparse.Namespace) -> dict[str, Any]:
         chats = {name: bool((await http.get("/props", params={"model": name})).json()["chat_template"])
                  for name in names}
         clients = [Switching(http, random.Random(args.seed * 1000 + number), chats) for number in range(args.streams)]
-        await _work(clients, seconds / 10)
+        await _work(clients, seconds / 5)
         before = await _empty(http, pid, names)
         begun = time.monotonic()
         with MemorySampler(lambda: resident(pid), seconds / 600) as memory:
