@@ -177,20 +177,25 @@ def _short(system: str) -> str:
 
 def autos(files: Sequence[tuple[Path, dict[str, Any]]]) -> str:
     """A line per kind of text, a column per model: times faster than plain decoding, at least; tokens per forward."""
-    kinds = list(dict.fromkeys(kind for _, report in files for kind in report["kinds"]))
-    lines = [[kind, *(_auto(report["kinds"].get(kind)) for _, report in files)] for kind in kinds]
+    known = [{row["kind"]: row for row in report["results"] if row["system"] == "auto"} for _, report in files]
+    each = [sorted(ratio for row in rows.values() for ratio in row["times_faster"]["each"]) for rows in known]
+    kinds = dict.fromkeys(kind for rows in known for kind in rows)
+    lines = [[kind, *(_auto(rows.get(kind)) for rows in known)] for kind in kinds]
+    lines += [["worst tenth of all texts", *(f"{ratios[len(ratios) // 10]:.3f}x" for ratios in each)],
+              ["worst text", *(f"{ratios[0]:.3f}x" for ratios in each)]]
     found = ["", markdown(["kind", *(path.stem for path, _ in files)], lines), ""]
     for path, report in files:
-        asked, timed = report["setting"], [text for text in report["texts"] if "ratio" in text]
-        parted = sum(text["first_difference"] is not None for text in timed)
-        found.append(f"- {path.stem}: {asked['model']}, {processor(report['machine'])}, {len(timed)} texts, "
+        asked, exact = report["asked"], report["lossless"]
+        found.append(f"- {path.stem}: {asked['model']}, {processor(report['machine'])}, {exact['answers']} texts, "
                      f"{asked['new_tokens']} tokens, {_rounds(asked['rounds'])}, {report['date'][:10]}; "
-                     f"{len(timed) - parted} texts equal to plain decoding's. `{current(report['command'])}`")
+                     f"{exact['equal']} texts equal to plain decoding's. `{current(report['command'])}`")
     return "\n".join(found) + "\n\n"
 
 
-def _auto(one: dict[str, Any] | None) -> str:
-    return "" if one is None else f"{one['ratio']:.2f}x (at least {one['low']:.2f}), {one['tokens_per_forward']:.2f}"
+def _auto(row: dict[str, Any] | None) -> str:
+    ratio = None if row is None else row["times_faster"]
+    return "" if row is None or ratio is None else (
+        f"{ratio['mean']:.2f}x (at least {ratio['low']:.2f}), {row['tokens_per_forward']:.2f}")
 
 
 def cards() -> str:

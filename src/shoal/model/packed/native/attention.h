@@ -306,31 +306,24 @@ INLINE void lay_lines(Chunk *c, const Source *s, const int32_t *slots, int from,
     }
 }
 
-/* The usual dimensions as compile-time constants, so that no line needs a check of its end. */
-#define LAY_LINES(form, values_form, by)                                                                               \
-    do {                                                                                                               \
-        if (s->dim == 64) lay_lines(c, s, slots, from, count, 64, form, values_form, by);                            \
-        else if (s->dim == 128) lay_lines(c, s, slots, from, count, 128, form, values_form, by);                     \
-        else lay_lines(c, s, slots, from, count, s->dim, form, values_form, by);                                     \
-    } while (0)
-
 static void lay_fp32(Chunk *c, const Source *s, const int32_t *slots, int from, int count) {
     lay_lines(c, s, slots, from, count, s->dim, STORED_FP32, STORED_FP32, BY_FLOATS);
 }
+/* The usual dimensions as compile-time constants, so that no line needs a check of its end. */
 static void lay_bf16(Chunk *c, const Source *s, const int32_t *slots, int from, int count) {
-    LAY_LINES(STORED_BF16, STORED_BF16, BF16_PRODUCTS ? BY_BF16 : BY_FLOATS);
+    const int by = BF16_PRODUCTS ? BY_BF16 : BY_FLOATS;
+    if (s->dim == 64) lay_lines(c, s, slots, from, count, 64, STORED_BF16, STORED_BF16, by);
+    else if (s->dim == 128) lay_lines(c, s, slots, from, count, 128, STORED_BF16, STORED_BF16, by);
+    else lay_lines(c, s, slots, from, count, s->dim, STORED_BF16, STORED_BF16, by);
 }
-static void lay_int8(Chunk *c, const Source *s, const int32_t *slots, int from, int count, int by) {
-    if (by == BY_FLOATS) lay_lines(c, s, slots, from, count, s->dim, STORED_INT8, STORED_INT8, BY_FLOATS);
-    else LAY_LINES(STORED_INT8, STORED_INT8, BY_BLOCKS);
-}
-#define LAY_BLOCKS(name, form)                                                                                         \
+#define LAY_BLOCKS(name, form, values_form)                                                                            \
     static void name(Chunk *c, const Source *s, const int32_t *slots, int from, int count, int by) {                 \
-        if (by == BY_FLOATS) lay_lines(c, s, slots, from, count, s->dim, form, STORED_INT4, BY_FLOATS);              \
-        else lay_lines(c, s, slots, from, count, s->dim, form, STORED_INT4, BY_BLOCKS);                              \
+        if (by == BY_FLOATS) lay_lines(c, s, slots, from, count, s->dim, form, values_form, BY_FLOATS);              \
+        else lay_lines(c, s, slots, from, count, s->dim, form, values_form, BY_BLOCKS);                              \
     }
-LAY_BLOCKS(lay_int4, STORED_INT4)
-LAY_BLOCKS(lay_int8_int4, STORED_INT8)
+LAY_BLOCKS(lay_int8, STORED_INT8, STORED_INT8)
+LAY_BLOCKS(lay_int4, STORED_INT4, STORED_INT4)
+LAY_BLOCKS(lay_int8_int4, STORED_INT8, STORED_INT4)
 
 /* The numbers of 16 slots; anything for no slot. */
 INLINE Vf numbers_of(const float *numbers, const int32_t *slots) {
