@@ -8,14 +8,8 @@ OLD = {"--serve": "bench-serve", "--suite spec": "bench-drafts"}
 """Options of `shoal bench` that once chose another program -> that program's command."""
 
 
-AUTO = "lab/benchmarks/auto.py "
-"""A script that became part of bench-drafts."""
-
-
 def current(command: str) -> str:
     """The command that makes the same report now; current commands are returned unchanged."""
-    if command.startswith(AUTO):
-        return command.replace(AUTO, "shoal bench-drafts --data ../shared/data --methods auto --items 10 ", 1)
     for options, name in OLD.items():
         if command.startswith("shoal bench ") and f" {options} " in f"{command} ":
             return f"{command} ".replace("shoal bench ", f"shoal {name} ", 1).replace(f" {options} ", " ", 1).rstrip()

@@ -188,15 +188,19 @@ def test_loads_stand_beside_what_was_predicted(tool: ModuleType, tmp_path: Path)
 
 
 def test_auto_beside_plain_decoding_has_a_line_per_kind(tool: ModuleType, tmp_path: Path) -> None:
-    kind = {"ratio": 1.234, "low": 1.056, "tokens_per_forward": 1.5}
-    texts = [{"kind": "chat", "ratio": 1.2, "first_difference": None},
-             {"kind": "chat", "ratio": 1.3, "first_difference": {"place": 3}}, {"kind": "chat", "too_short": True}]
-    report = {"command": "lab/benchmarks/auto.py --model m", "date": "2030-01-02T00:00:00", "kinds": {"chat": kind},
-              "machine": {"cpu": "a chip"}, "texts": texts,
-              "setting": {"model": "m.gguf", "new_tokens": 96, "rounds": 5}}
+    def row(kind: str, system: str, each: list[float]) -> dict[str, Any]:
+        ratio = {"mean": 1.234, "low": 1.056, "high": 2.0, "each": each}
+        return {"kind": kind, "system": system, "times_faster": ratio, "tokens_per_forward": 1.5}
+
+    report = {"command": "shoal bench-drafts --model m", "date": "2030-01-02T00:00:00", "machine": {"cpu": "a chip"},
+              "asked": {"model": "m.gguf", "new_tokens": 96, "rounds": 5},
+              "results": [row("chat", "full", [0.1]), row("chat", "auto", [1.3, 0.95, 1.1]),
+                          row("code", "auto", [1.0 + number / 100 for number in range(9)])],
+              "lossless": {"answers": 12, "equal": 11}}
     (tmp_path / "auto").mkdir()
     (tmp_path / "auto" / "m.json").write_text(json.dumps(report), encoding="utf-8")
     text = tool.documents(tmp_path / "results")[ROOT / "lab" / "reports" / "drafts" / "README.md"]
     assert "| chat | 1.23x (at least 1.06), 1.50 |" in text
-    assert "2 texts, 96 tokens, 5 rounds, 2030-01-02; 1 texts equal" in text
-    assert "--methods auto --items 10 --model m`" in text
+    assert "| worst tenth of all texts | 1.000x |" in text and "| worst text | 0.950x |" in text
+    assert "12 texts, 96 tokens, 5 rounds, 2030-01-02; 11 texts equal" in text
+    assert "`shoal bench-drafts --model m`" in text
