@@ -155,7 +155,7 @@ def slow_tar(tmp_path: Path) -> str:
     """A PATH with a tar that waits."""
     folder = tmp_path / "slow"
     folder.mkdir()
-    (folder / "tar").write_text("#!/bin/sh\nexec sleep 60\n", "ascii")
+    (folder / "tar").write_text(f"#!/bin/sh\n: >'{folder}/begun'\nexec sleep 60\n", "ascii")
     (folder / "tar").chmod(0o755)
     return f"{folder}:{os.environ['PATH']}"
 
@@ -164,8 +164,7 @@ def slow_tar(tmp_path: Path) -> str:
 def interrupted(file: Path, tmp_path: Path, slow_tar: str) -> Iterator[subprocess.Popen[bytes]]:
     """A first start that waits, in a group of processes of its own."""
     process = subprocess.Popen([str(file)], env=environment(tmp_path, PATH=slow_tar), start_new_session=True)
-    wait(lambda: bool(kept(tmp_path)))
-    time.sleep(0.2)  # for tar to begin
+    wait(lambda: (tmp_path / "slow" / "begun").exists())
     yield process
     process.wait(30)
 

@@ -26,10 +26,11 @@ check_machine() {
 unpack() {
     PATH=$PATH:/usr/bin:/bin
     check_machine
+    part=
+    trap '[ -z "$part" ] || rm -rf "$part"' EXIT
+    trap 'exit 130' HUP INT TERM
     mkdir -p "$cache" 2>/dev/null && part=$(mktemp -d "$cache/part-XXXXXXXX" 2>/dev/null) ||
         fail "nothing can be written to $cache; set XDG_CACHE_HOME to a folder that this user may write to"
-    trap 'rm -rf "$part"' EXIT
-    trap 'exit 130' HUP INT TERM
     find "$cache" -maxdepth 1 -name 'part-*' -mmin +60 -exec rm -rf {} + # of starts that were killed
     set -- $(df -Pk "$cache" 2>/dev/null | tail -n 1)
     [ "${4:-$((megabytes * 1000))}" -ge $((megabytes * 1000)) ] ||
