@@ -321,7 +321,11 @@ static void lay_bf16(Chunk *c, const Source *s, const int32_t *slots, int from, 
         if (by == BY_FLOATS) lay_lines(c, s, slots, from, count, s->dim, form, values_form, BY_FLOATS);              \
         else lay_lines(c, s, slots, from, count, s->dim, form, values_form, BY_BLOCKS);                              \
     }
-LAY_BLOCKS(lay_int8, STORED_INT8, STORED_INT8)
+LAY_BLOCKS(lay_any_int8, STORED_INT8, STORED_INT8)
+static void lay_int8(Chunk *c, const Source *s, const int32_t *slots, int from, int count, int by) {
+    if (by != BY_FLOATS && s->dim == 128) lay_lines(c, s, slots, from, count, 128, STORED_INT8, STORED_INT8, BY_BLOCKS);
+    else lay_any_int8(c, s, slots, from, count, by);
+}
 LAY_BLOCKS(lay_int4, STORED_INT4, STORED_INT4)
 LAY_BLOCKS(lay_int8_int4, STORED_INT8, STORED_INT4)
 
