@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers as hf
 from PIL import Image
@@ -20,10 +21,12 @@ from transformers.models.gemma import modeling_gemma
 
 import shoal
 from shoal.depth.plan import DepthPlan
+from shoal.engine.engine import Engine
 from shoal.engine.picture_processors import by_pillow
 from shoal.model.kv.cache import KVCache
 from shoal.model.layers.pictures import Pictures
-from shoal.model.runner import SequenceChunk
+from shoal.model.packed.runner import PackedRunner
+from shoal.model.runner import ModelRunner, SequenceChunk
 
 SPECIAL = ("<pad>", "<s>", "</s>", "<image>", "<start_of_image>", "<end_of_image>", "<image_soft_token>",
            "[IMG]", "[IMG_BREAK]", "[IMG_END]", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>",
@@ -389,3 +392,19 @@ def read(engine: Any, ids: list[int], pictures: Pictures, most: int) -> tuple[Te
         cache.commit(0, range(size))
         at += size
     return torch.cat(found), cache
+
+
+def asked_of_graphs(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens of each forward that CUDA graphs are asked for, by a runner which a graphics processor would have."""
+    runner, found = engine.runner, list[int]()
+    assert isinstance(runner, PackedRunner)
+
+    class Graphs:
+        def forward(self, chunks: Any, cache: Any) -> None:
+            found.append(sum(len(chunk.tokens) for chunk in chunks))
+
+    monkeypatch.setattr(runner, "graphs", Graphs())
+    monkeypatch.setattr(type(runner), "forward", PackedRunner.forward)
+    monkeypatch.setattr(type(runner), "argmax", ModelRunner.argmax)
+    monkeypatch.setattr(type(runner), "argmax_steps", ModelRunner.argmax_steps)
+    return found

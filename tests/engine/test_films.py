@@ -28,8 +28,6 @@ from shoal.engine.film_files import FilmFile
 from shoal.engine.films import FILMS, FilmSettings, ShownFilms, _in_words
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.errors import Unsupported
-from shoal.model.packed.runner import PackedRunner
-from shoal.model.runner import ModelRunner
 
 KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
 TIMED = KINDS[2:]
@@ -261,17 +259,7 @@ def test_graphs_are_not_asked_for_what_a_film_turns(tmp_path: Path, monkeypatch:
     """They turn tokens by their positions, also where the text has gone on behind a film."""
     seers.write(tmp_path, "qwen2_5_vl")
     engine = shoal.load(str(tmp_path), dtype="float32")
-    runner, asked_of = engine.runner, list[int]()
-    assert isinstance(runner, PackedRunner)
-
-    class Graphs:
-        def forward(self, chunks: Any, cache: Any) -> None:
-            asked_of.append(sum(len(chunk.tokens) for chunk in chunks))
-
-    monkeypatch.setattr(runner, "graphs", Graphs())
-    monkeypatch.setattr(type(runner), "forward", PackedRunner.forward)
-    monkeypatch.setattr(type(runner), "argmax", ModelRunner.argmax)
-    monkeypatch.setattr(type(runner), "argmax_steps", ModelRunner.argmax_steps)
+    asked_of = seers.asked_of_graphs(engine, monkeypatch)
     for content, wanted in ((films.asked(CLIPS[0]), []), ([{"role": "user", "content": "No film"}], [25, 1, 1, 1])):
         engine.generate(content, max_new_tokens=4, temperature=0.0)
         assert asked_of == wanted

@@ -22,7 +22,7 @@ from shoal.errors import OutOfMemory, Unsupported
 from shoal.model.layers.pictures import Pictures
 from shoal.model.packed import native
 from shoal.model.packed.runner import PackedRunner
-from shoal.model.runner import ModelRunner, SequenceChunk
+from shoal.model.runner import SequenceChunk
 
 KINDS = tuple(seers.MAKERS)
 ROUNDED = {"gemma4": 2e-5, "gemma4_small": 3e-5, "qwen3_5_moe": 2e-5}
@@ -176,17 +176,7 @@ def test_graphs_are_not_asked_for_pictures(tmp_path: Path, monkeypatch: pytest.M
     """They begin with embeddings alone."""
     seers.write(tmp_path, "llava")
     engine = shoal.load(str(tmp_path), dtype="float32")
-    runner, asked_of = engine.runner, list[int]()
-    assert isinstance(runner, PackedRunner)
-
-    class Graphs:
-        def forward(self, chunks: Any, cache: Any) -> None:
-            asked_of.append(sum(len(chunk.tokens) for chunk in chunks))
-
-    monkeypatch.setattr(runner, "graphs", Graphs())
-    monkeypatch.setattr(type(runner), "forward", PackedRunner.forward)
-    monkeypatch.setattr(type(runner), "argmax", ModelRunner.argmax)
-    monkeypatch.setattr(type(runner), "argmax_steps", ModelRunner.argmax_steps)
+    asked_of = seers.asked_of_graphs(engine, monkeypatch)
     engine.generate(asked(seers.picture(1), "What?"), max_new_tokens=4, temperature=0.0)
     assert asked_of == [1, 1, 1]  # steps after the prompt
 

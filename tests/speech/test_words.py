@@ -45,6 +45,12 @@ def test_smoothing_is_that_of_transformers(frames: int) -> None:
     torch.testing.assert_close(smoothed(weights), _median_filter((weights - mean) / spread, 7).mean(0))
 
 
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_the_last_moment_of_a_sound_has_a_frame_at_which_all_look(tokens: int) -> None:
+    weights = smoothed(torch.ones(3, tokens, 1))
+    assert torch.equal(weights, torch.zeros(tokens, 1)) and first_frames(weights).tolist() == [0] * tokens
+
+
 @pytest.mark.parametrize("named", [True, False])
 def test_times_are_those_of_transformers_attention(named: bool, tmp_path: Path) -> None:
     """By heads that the files name, or by all of the later half of the layers."""

@@ -156,7 +156,7 @@ class Aligner:
 def smoothed(weights: Tensor) -> Tensor:
     """Weights [heads, tokens, frames] relative to those of other tokens, smoothed: the heads' mean [tokens, frames]."""
     spread, mean = torch.std_mean(weights, dim=1, keepdim=True, unbiased=False)
-    weights = (weights - mean) / spread
+    weights = (weights - mean) / spread.clamp_min(torch.finfo(weights.dtype).tiny)  # 0 where all look alike
     side = _SMOOTHED // 2
     if weights.shape[-1] > side:
         padded = torch.nn.functional.pad(weights, (side, side), mode="reflect")

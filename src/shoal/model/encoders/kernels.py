@@ -1,6 +1,6 @@
 """An encoder's module of transformers with its matrices, and its attention, on the kernels.
 
-What is left to torch are norms, activations, convolutions and sums: a tenth of Whisper's encoder.
+What is left to torch are norms, activations, convolutions and sums.
 """
 
 from __future__ import annotations
