@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -163,7 +164,9 @@ def slow_tar(tmp_path: Path) -> str:
 @pytest.fixture
 def interrupted(file: Path, tmp_path: Path, slow_tar: str) -> Iterator[subprocess.Popen[bytes]]:
     """A first start that waits, in a group of processes of its own."""
-    process = subprocess.Popen([str(file)], env=environment(tmp_path, PATH=slow_tar), start_new_session=True)
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # which whoever runs the tests may ignore
+    process = subprocess.Popen([str(file)], env=environment(tmp_path, PATH=slow_tar), start_new_session=True,
+                               preexec_fn=heed)
     wait(lambda: (tmp_path / "slow" / "begun").exists())
     yield process
     process.wait(30)
