@@ -34,7 +34,7 @@ VAGUE = ("words",)
 CONFIGS = ("vocab_size",)
 """Names that components share with transformers' configs, which are looked up."""
 
-MOST_CORE_LINES = 61_312
+MOST_CORE_LINES = 61_372
 """2,680: recurrent layers; 990: experts; 330: plain steps; 410: prefixes in place; 610: SambaY; 730: latent attention,
 channel-wise gates of two matrices and lightning attention, seven model types, their GGUF files and published names;
 560: all GGUF types, models in parts, gpt-oss; 40: orders and cards by kind of layer; 530: safetensors in the numbers
@@ -46,7 +46,8 @@ what people run, sixteen model types, queries scaled by place where they are rot
 architectures of GGUF files; 140: experts read ahead of a file beyond memory, memory groups;
 110: guesses from earlier answers;
 80: layers for further tokens in quantised files, and what they take under a limit on memory;
-110: a bound on what guesses lose; 140: what answers taught, kept on disk and in ADED's table; n-gram files;
+110: a bound on what guesses lose; 60: the same for all of a batch, what a head reads of a prompt;
+140: what answers taught, kept on disk and in ADED's table; n-gram files;
 680: drafters of EAGLE's family from other tools, what is added beside attention, states of several layers;
 365: Gemma 3n: streams of states, a residual beside attention and cut gates, in torch and in C, and its GGUF files;
 165: Apertus and mixtures of Cohere, their GGUF files too, BitNet;

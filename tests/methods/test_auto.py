@@ -213,9 +213,19 @@ def test_rows_of_a_batch_are_told_apart_and_the_width_is_bounded(monkeypatch: py
     )
     assert [list(result.tokens) for result in results] == [text[30:] for text in texts]
     forwards = [result.stats.target_forwards for result in results]
-    assert max(forwards[::2]) < 80 and min(forwards[1::2]) > 180
+    assert max(forwards[::2]) < min(forwards[1::2]) and min(forwards[1::2]) > 180
     limit = machine.engine.runner.prefill_chunk
     assert max(tokens for _, tokens in machine.forwards[1:]) <= limit
+    waited = sum(cheap(seqs, tokens) / cheap(seqs, seqs) - 1 for seqs, tokens in machine.forwards[1:])
+    assert waited <= START + SHARE * 200  # plain steps that guesses for some took of the others
+
+
+def test_rows_that_all_repeat_a_passage_gain_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [[seq, *repeating(229, seq)] for seq in range(1, 9)]
+    machine = Scripted(monkeypatch, texts, cheap)
+    results = machine.engine.generate([text[:30] for text in texts], method="auto", max_new_tokens=200, ignore_eos=True)
+    assert [list(result.tokens) for result in results] == [text[30:] for text in texts]
+    assert max(result.stats.target_forwards for result in results) < 80
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "repetition_penalty": 1.2, "seed": 4}], ids=str)

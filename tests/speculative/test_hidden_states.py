@@ -98,3 +98,15 @@ def test_what_is_missing_in_between_starts_anew() -> None:
     first, second = hidden_states.take(seqs[0]), hidden_states.take(seqs[1])
     assert first is not None and first[0] == 0 and first[1].flatten().tolist() == [0, 1]
     assert second is not None and second[0] == 5 and second[1].flatten().tolist() == [60]
+
+
+def test_only_the_latest_states_wait() -> None:
+    cache: Any = Places()
+    hidden_states, seq = HiddenStates(Plain(), cache, most=4), row_of([*range(1, 8)], 7)  # type: ignore[arg-type]
+    for first, size in ((0, 3), (3, 3)):
+        cache.positions[0] = first
+        chunk = SequenceChunk(0, [*range(first + 1, first + 1 + size)], [0] * size, PLAN)
+        feed(hidden_states, cache, [seq], [chunk], 100 * first)
+    cache.positions[0] = 6
+    found = hidden_states.take(seq)
+    assert found is not None and found[0] == 2 and found[1].flatten().tolist() == [2.0, 300.0, 301.0, 302.0]

@@ -93,3 +93,16 @@ def test_an_estimate_follows_what_happens(hits: float) -> None:
         chances.learn(2, number % 10 < 10 * hits)
     assert chances.rate(2) == pytest.approx(hits, abs=0.12)
     assert Chances(chances).rate(2) == pytest.approx(chances.rate(2))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 40), min_size=70, max_size=300))
+def test_the_beginning_of_a_prompt_is_indexed_at_once(prompt: list[int]) -> None:
+    """The passage that is followed then may be another one, if the former began long before."""
+    at_once, one_by_one = (SuffixMatcher((Chances(),), count) for count in (len(prompt), 0))
+    at_once.read(prompt)
+    one_by_one.read(prompt)
+    assert at_once._places == one_by_one._places
+    assert (at_once.place is None) == (one_by_one.place is None)
+    if at_once.place is not None:
+        assert prompt[at_once.place - at_once.length : at_once.place] == prompt[len(prompt) - at_once.length :]

@@ -55,7 +55,8 @@ class Batch:
     Attributes:
         seqs: running sequences, in the order of their `seq_id`; the branches of a searched sequence stand in its place.
         clock: seconds spent.
-        components: the workers of the sequences' recipes.
+        components: the workers of the sequences' recipes. They hear of a step before it is settled; what settling takes
+            is told with the step after it.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Batch:
         self._prefixes = prefixes or Prefixes(0)
         self.components = Components(runner, self.cache)
         self._came = list(self.seqs)
-        self._most_steps = 1
+        self._most_steps, self._settling = 1, 0.0
         for seq in self.seqs:
             self._set_store(seq)
         if len(self.seqs) < self.cache.seqs:
@@ -235,7 +236,8 @@ class Batch:
         most = min(most, self._most_steps, *[seq.stop.room if seq.stop.by_ids else 1 for seq in seqs])
         ends = frozenset[int]().union(*[seq.stop.ends for seq in seqs]) if most > 1 else ()
         found = self.runner.argmax_steps(chunks, self.cache, most, [*ends])
-        seconds, path = (time.perf_counter() - start) / len(found), range(len(found))
+        ended, path = time.perf_counter(), range(len(found))
+        seconds = (ended - start + self._settling) / len(found)
         if not all([seq.plain for seq in seqs]):
             roots = [TokenTree.root(seq.tokens[-1]) for seq in seqs]
             kept = [Outcome((0,), token) for token in found[0]]
@@ -246,7 +248,8 @@ class Batch:
             steps += seq.emit(tokens)
             self.commit(seq, path)
         self.retire()
-        fitting = int(_MOST_SECONDS * len(found) / (time.perf_counter() - start))
+        now = time.perf_counter()
+        self._settling, fitting = now - ended, int(_MOST_SECONDS * len(found) / (now - start))
         self._most_steps = max(1, min(_MOST_STEPS, fitting))
         return steps
 
@@ -338,8 +341,13 @@ class Batch:
         outcomes = self.judge_all([(share.seq, target, len(share.chunk.tokens)) for share, target in ended])
         if working:
             mixed = len({share.guesses for share in shares}) > 1
-            self._tell(ended, outcomes, draft_seconds, None if mixed else time.perf_counter() - start)
-        return self.settle(ended, outcomes)
+            seconds = time.perf_counter() - start + self._settling
+            self._tell(ended, outcomes, draft_seconds, None if mixed else seconds)
+        start = time.perf_counter()
+        steps = self.settle(ended, outcomes)
+        if all([share.guesses for share in shares]):
+            self._settling = time.perf_counter() - start
+        return steps
 
     def propose(self, seqs: Sequence[RunningSequence]) -> list[TokenTree]:
         """What each decoding sequence is fed: its last token and the guesses that follow it."""

@@ -30,7 +30,7 @@ from shoal.methods.common.drafting import (
     proposing_by,
 )
 from shoal.methods.common.limits import Guesses
-from shoal.speculative.cost.budget import DraftBudget
+from shoal.speculative.cost.budget import START, DraftBudget
 from shoal.speculative.cost.policy import CostModel, DrafterRecord, kept_of
 from shoal.speculative.draft import check_length
 from shoal.speculative.earlier import EarlierTexts, KeptTexts, Tenants
@@ -201,7 +201,7 @@ class CautiousDrafter(Drafter):
         self._proposer, self._widest, self._drafter = proposer, widest, drafter
         self._matchers, self._budgets = PerSequence(self._matcher), PerSequence(lambda _: DraftBudget())
         self._others = self._helped = 0
-        self._followed, self._barren = False, True
+        self._followed, self._barren, self._pauses = False, True, False
         self._from_drafter: set[SequenceState] = set()
 
     def _matcher(self, seq: SequenceState) -> SuffixMatcher:
@@ -222,15 +222,26 @@ class CautiousDrafter(Drafter):
         return None if self._drafter is None or rests else self._drafter.watch(seqs, chunks)
 
     def propose(self, seqs: Sequence[SequenceState], limits: Sequence[int]) -> list[TokenTree]:
-        """A chain per sequence; the last token alone where no guess pays."""
+        """A chain per sequence; the last token alone where no guess pays.
+
+        Several sequences whose guesses have saved nothing so far are asked for every other time.
+        """
+        if self._pauses and len(seqs) > 1:
+            self._pauses = False
+            return [TokenTree.root(seq.tokens[-1]) for seq in seqs]
         matchers = [self._matchers[seq] for seq in seqs]
         for seq, matcher in zip(seqs, matchers, strict=True):
             matcher.read(seq.quotable)
         self._helped, self._followed = 0, any([matcher.place is not None for matcher in matchers])
-        spare = self._spare(seqs)
-        gained = any([self._budgets[seq].gained > 0 for seq in seqs])
-        self._barren = not gained or spare < self._proposer.judge.times.added(len(seqs) + self._others, 1)
+        count = len(seqs) + self._others
+        spare = self._spare(seqs, count)
+        gained = sum([self._budgets[seq].gained for seq in seqs]) > 0
+        self._barren = not gained or spare < self._proposer.judge.times.added(count, 1)
         lengths = self._lengths(matchers, limits, spare)
+        if any(lengths) and not all(lengths):
+            waiting = self._spare([seq for seq, length in zip(seqs, lengths, strict=True) if not length], count, START)
+            lengths = self._lengths(matchers, limits, min(spare, waiting))
+        self._pauses = self._barren and not any(lengths)
         trees = [_chain(*each) for each in zip(seqs, matchers, lengths, strict=True)]
         return trees if self._drafter is None else self._with_help(self._drafter, seqs, limits, trees, spare)
 
@@ -248,10 +259,15 @@ class CautiousDrafter(Drafter):
         count = len(matchers) + self._others
         return self._proposer.judge.lengths(chances, count, self._widest - count, spare)
 
-    def _spare(self, seqs: Sequence[SequenceState]) -> float:
-        """Plain steps that the guesses of the next forward may lose: it takes as long for every sequence."""
-        left = sum(self._budgets[seq].left for seq in seqs) / len(seqs)
-        return self._proposer.judge.spare(len(seqs) + self._others, left)
+    def _spare(self, seqs: Sequence[SequenceState], count: int, kept: float = 0.0) -> float:
+        """Plain steps that the guesses of the next forward may lose: each of these sequences waits for it.
+
+        Args:
+            count: of the sequences in the forward.
+            kept: what an account must still hold then. One that nothing is guessed for risks nothing of its start.
+        """
+        left = min([self._budgets[seq].left for seq in seqs]) - kept
+        return self._proposer.judge.spare(count, left)
 
     def _with_help(
         self, drafter: Drafter, seqs: Sequence[SequenceState], limits: Sequence[int], trees: list[TokenTree],

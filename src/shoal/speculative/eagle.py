@@ -40,12 +40,14 @@ class LayerProposer(Proposer):
         part: the trained draft head, of kind `eagle`, or a layer that is ready beside the model.
         stop: a path with a lower likelihood is not continued.
         nodes: how many of the most likely guesses are verified; None for all.
+        reads: the model's latest states that the layer reads at most when it has read none before; None for all.
     """
 
     part: DraftHead | LayerHead
     shape: TreeShape
     stop: float = 0.0
     nodes: int | None = None
+    reads: int | None = None
 
     def __post_init__(self) -> None:
         self._head: tuple[ModelRunner, LayerHead] | None = None
@@ -101,7 +103,7 @@ class LayerDrafter(StateDrafter):
         self._shape, self._nodes, self._head = proposer.shape, proposer.nodes, head
         self._straight = all(proposer.shape.width(level) == 1 for level in range(proposer.shape.length))
         self._least = least_log(proposer.stop)
-        super().__init__(HiddenStates(runner, cache, head.taps), head.cache())
+        super().__init__(HiddenStates(runner, cache, head.taps, proposer.reads), head.cache())
         self._first: dict[int, tuple[Tensor, Tensor]] = {}
 
     @torch.no_grad()

@@ -42,10 +42,13 @@ class HiddenStates:
     Args:
         layers: whose inputs [D] are kept, ascending, one after the other, of k layers [k D]; None for what enters the
             last norm.
+        most: states of a sequence that are kept until they are taken, the latest ones; None for all.
     """
 
-    def __init__(self, runner: ModelRunner, cache: KVCache, layers: Sequence[int] | None = None) -> None:
-        self._layers, self._cache = layers or (runner.num_layers,), cache
+    def __init__(
+        self, runner: ModelRunner, cache: KVCache, layers: Sequence[int] | None = None, most: int | None = None
+    ) -> None:
+        self._layers, self._cache, self._most = layers or (runner.num_layers,), cache, most
         self._hidden: dict[SequenceState, _Read] = {}
 
     def watch(self, seqs: Sequence[SequenceState], chunks: Sequence[SequenceChunk]) -> HiddenStateHook:
@@ -85,6 +88,17 @@ class HiddenStates:
         one.states = None
         return found
 
+    @staticmethod
+    def _cut(one: _Read, states: list[Tensor], most: int) -> None:
+        """Leave the latest ones."""
+        more = sum(map(len, states)) - most
+        while more > 0:
+            head = states.pop(0)
+            if len(head) > more:
+                states.insert(0, head[more:].clone())
+            one.first += min(more, len(head))
+            more -= len(head)
+
     def _settled(self, seq: SequenceState) -> _Read:
         """The sequence's known states, after adding the states of its last forward at committed tokens."""
         one = self._hidden.setdefault(seq, _Read())
@@ -97,6 +111,8 @@ class HiddenStates:
             if not one.states or one.first + sum(map(len, one.states)) != base:
                 one.first, one.states = base, []
             one.states.append(kept)
+            if self._most is not None:
+                self._cut(one, one.states, self._most)
         return one
 
 

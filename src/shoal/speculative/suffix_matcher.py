@@ -7,7 +7,7 @@ even if it was not guessed: so the chance that a guess is kept is learned withou
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, cycle, islice, takewhile
+from itertools import accumulate, cycle, islice, pairwise, takewhile
 from operator import mul
 from typing import Protocol
 
@@ -20,6 +20,8 @@ _PRIOR = (0.4, 0.5, 0.6, 0.75, 0.8, 0.85, 0.9, 0.9)
 """Prior chances, by class."""
 _WEIGHT = 6.0
 """Tries that a prior chance counts for."""
+_FOLLOWED = 2 * LONGEST
+"""Last tokens of a prompt in which a passage is followed token by token."""
 _FADE = 0.97
 """Factor on the weight of earlier tries with every new one of its class."""
 
@@ -85,9 +87,17 @@ class SuffixMatcher:
 
     def read(self, tokens: Sequence[int]) -> None:
         """Read the new tokens of a text, which begins with the text of the previous call."""
+        if not self._read:
+            self._read = self._skim(tokens)
         for at in range(self._read, len(tokens)):
             self._take(tokens, at)
         self._read = len(tokens)
+
+    def _skim(self, tokens: Sequence[int]) -> int:
+        """Index the places of a prompt but for its end, at once: a passage that is followed begins there again."""
+        first = max(0, min(self._prompt, len(tokens)) - _FOLLOWED)
+        self._places.update(zip(pairwise(tokens[:first]), range(2, first), strict=False))
+        return first
 
     def _take(self, tokens: Sequence[int], at: int) -> None:
         token, place = tokens[at], self.place

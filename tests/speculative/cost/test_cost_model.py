@@ -82,7 +82,7 @@ def test_a_trial_that_wakes_a_drafter_costs_the_calls_that_are_not_shared(slower
     for _ in range(9):
         times.observe(1, 0, 2.0 * slower)
         times.observe(1, 0, 2.0, steps=8)
-    assert pause(times) in ((25, 26) if slower == 1.0 else range(130, 191))
+    assert pause(times) in ((75, 76) if slower == 1.0 else range(180, 241))
 
 
 def brute_force(chances: list[list[float]], times: ForwardTimes, room: int, rows: int) -> float:
@@ -366,3 +366,15 @@ def test_of_a_stall_not_all_counts() -> None:
         record.took(1, 2, 0.2)
     record.took(1, 2, 40.0)
     assert 0.2 < record._costs[1].of(2) < 0.25
+
+
+def test_what_a_drafter_reads_before_its_first_guess_is_learned_apart() -> None:
+    record, times = DrafterRecord(0.5, 0.2, awake=8), measured(0.05)
+    for _ in range(6):
+        record.begin()
+        record.took(8, 1, 3.4)
+        record.took(8, 1, 0.2)
+    assert record._costs[4].of(1) == pytest.approx(0.2, abs=0.02)
+    assert 8 * record._reading[4] == pytest.approx(3.2, rel=0.05)
+    record.begin()
+    assert not record.length(times, 8, 8, spare=2.0)

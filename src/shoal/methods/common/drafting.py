@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 RuleName = Literal["match", "rejection", "typical", "lenient"]
 _POLICIES: dict[str, Component[DraftLengthPolicy] | None] = {"none": None, "goodput": Goodput, "width": Width}
 ControlName = Literal["none", "goodput", "width"]
+_READ = 56
+"""States of a prompt that a draft head reads in `auto`: with its guesses they fit into one call of the kernels."""
 
 
 @dataclass(frozen=True)
@@ -303,7 +305,7 @@ def drafting_by(folder: str | None, info: ModelInfo, length: int, stop: float) -
     if kind == "eagle":
         from shoal.speculative.eagle import LayerProposer
 
-        return LayerProposer(part, Branching((1,) * length), stop)
+        return LayerProposer(part, Branching((1,) * length), stop, reads=_READ)
     if kind == "mtp":
         from shoal.speculative.drafters.assistant import AssistantProposer
 

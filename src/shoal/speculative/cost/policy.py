@@ -331,6 +331,9 @@ class DrafterRecord:
     _SKIPPED = 7
     """Texts between two in which it is tried at once, where trials cost more than the texts that it pays in bring."""
     _SHORTEST_REST = 16
+    _READING, _NEW = 0.5, 0.5
+    """Plain steps that a drafter takes to read what came before its first guess for a sequence, until it was timed, and
+    the weight of a new time."""
     _TRIALS = 0.01
     """Share of the time for trying a bad drafter again, with one guess; it sets the pause, within bounds."""
 
@@ -339,6 +342,7 @@ class DrafterRecord:
         self._most, self._awake, self._judged, self._tries, self._behind = most, awake, 0, 0, True
         self._costs = defaultdict[int, DraftCost](partial(DraftCost, cost))
         self._pauses = defaultdict[int, Backoff](partial(Backoff, _LONGEST_PAUSE))
+        self._reading = defaultdict[int, float](partial(float, self._READING if awake else 0.0))
         self._pause, self._hopeless = Backoff(_LONGEST_PAUSE), dict[int, bool]()
         self._worth, self._brought, self._skipped = self._HOPED, 0.0, 0
 
@@ -368,8 +372,12 @@ class DrafterRecord:
             spare: plain steps that they may take if none is kept.
         """
         pause = self._pause = self._pauses[load(seqs)]
-        most, room = affordable(most, spare, lambda length: self._added(times, seqs, length)), most
+        reading = seqs * self._reading[load(seqs)] if self._behind else 0.0
+        most, room = affordable(most, spare - reading, lambda length: self._added(times, seqs, length)), most
         short = self._trial(times, seqs, pause.left) - spare
+        hopeless = not pause.left and times.widest(seqs) > 0 and not self._best(1.0, times, seqs, min(room, self._most))
+        if not pause.left:
+            self._hopeless[load(seqs)] = hopeless
         if room and short > 0 and (pause.left or not most):
             pause.wait(self._awake + math.ceil(short / SHARE))
         if pause.left:
@@ -379,12 +387,10 @@ class DrafterRecord:
         if found:
             pause.end()
             return found
-        hopeless = times.widest(seqs) > 0 and not self._best(1.0, times, seqs, min(room, self._most))
         if self._tries > 0 and not hopeless:
             return min(1, most)
         rest = max(self._SHORTEST_REST, math.ceil(self._trial(times, seqs, self._awake) / self._TRIALS))
         pause.begin(_FIRST_PAUSE if hopeless else rest)
-        self._hopeless[load(seqs)] = hopeless
         return 0
 
     def _best(self, rate: float, times: ForwardTimes, seqs: int, most: int) -> int:
@@ -398,7 +404,8 @@ class DrafterRecord:
 
     def _trial(self, times: ForwardTimes, seqs: int, before: int) -> float:
         """Plain steps that a trial adds, after so many steps, of which it must see the last: they share no call."""
-        return self._added(times, seqs, 1) + min(before, self._awake) * (times.slower(seqs, 1) - 1.0)
+        seen = min(before, self._awake) * (times.slower(seqs, 1) - 1.0)
+        return self._added(times, seqs, 1) + seqs * self._reading[load(seqs)] + seen
 
     @property
     def rest(self) -> int:
@@ -423,10 +430,13 @@ class DrafterRecord:
     def took(self, seqs: int, guesses: int, share: float) -> None:
         """Learn the time of so many successive guesses in each sequence, as a share of a plain step of the batch.
 
-        The first guesses of a text or after a pause do not count, as they include reading what came before.
+        What the first guesses of a text or after a pause take longer is reading what came before.
         """
+        cost, size = self._costs[load(seqs)], load(seqs)
         if not self._behind:
-            self._costs[load(seqs)].took(guesses, share)
+            cost.took(guesses, share)
+        elif self._awake:
+            self._reading[size] += self._NEW * (max(share - cost.of(guesses), 0.0) / seqs - self._reading[size])
         self._behind = False
 
 
