@@ -52,7 +52,7 @@ def drafting(family: str) -> dict[str, Method]:
     return {
         "prompt_lookup": PromptLookup(min_ngram=1),
         "prompt_lookup on d3": PromptLookup(inner=D3(alpha=0.93, core=2), length=5),
-        "aded": ADED(),
+        "aded": ADED(nodes=2),
         "aded by search": ADED(search="mcts", depth=4, iterations=8),
         "draft_model": DraftModel(draft(family)),
         "draft_model tree": DraftModel(draft(family), branching=(3, 1, 2)),
