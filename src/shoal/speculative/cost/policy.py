@@ -417,6 +417,10 @@ class DrafterRecord:
         left = self._pause.left
         self._pause.left = max(min(left, 1), left - steps)
 
+    def cost(self, guesses: int) -> float:
+        """Plain steps that so many guesses for one sequence take."""
+        return self._costs[load(1)].of(guesses)
+
     def judged(self, kept: int, offered: int) -> None:
         """Learn that `kept` of `offered` successive guesses were right."""
         self._judged += 1
