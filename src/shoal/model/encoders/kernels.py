@@ -133,7 +133,8 @@ def _attend(
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     scale, dim = options.get("scaling"), query.shape[-1]
-    whole = attention_mask is None and not getattr(module, "is_causal", True) and key.shape == query.shape
+    plain = attention_mask is None and options.get("position_bias") is None
+    whole = plain and not getattr(module, "is_causal", True) and key.shape == query.shape
     if not whole or len(query) > 1 or scale is None or dim % 2 or dim > native.MAX_HEAD_DIM:
         found: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
         return found
