@@ -98,14 +98,28 @@ def test_texts_too(options: dict[str, Any], kind: str, most: float, type_: str, 
 
 @pytest.mark.parametrize("options, kind, most", FORMS, ids=[form[1] for form in FORMS])
 def test_what_is_rounded_anyway_attends_in_halves(
-    options: dict[str, Any], kind: str, most: float, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], kind: str, most: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     calls, attend = [], native.attend_all
     monkeypatch.setattr(native, "attend_all", lambda *args: (calls.append(args[1].dtype), attend(*args))[1])
-    engine = engine_of(options)
+    for engine, source in ((engine_of(options), features(4, frames=180)),
+                           (shoal.load(write_text(tmp_path, reader("t5")), **options), torch.arange(9))):
+        assert engine.encoder is not None
+        calls.clear()
+        states(engine.encoder.module, source)
+        assert calls == [torch.bfloat16] * (2 if HALVES and kind != "fp32" else 0)
+
+
+@pytest.mark.skipif(not HALVES, reason="this processor multiplies no bfloat16, so torch attends in any case")
+@pytest.mark.parametrize("kind", ["t5", "umt5", "bart"])
+def test_padded_places_are_left_to_torch(kind: str, tmp_path: Path) -> None:
+    engine, tokens = shoal.load(write_text(tmp_path, reader(kind)), dtype="bfloat16"), torch.arange(75)[None] % 60 + 5
     assert engine.encoder is not None
-    states(engine.encoder.module, features(4, frames=180))
-    assert calls == [torch.bfloat16] * (2 if HALVES and kind != "fp32" else 0)
+    padded = {"input_ids": tokens, "attention_mask": (torch.arange(75) < 70).long()[None]}
+    with torch.no_grad():
+        wanted = in_torch(engine, reader(kind).get_encoder())(**padded).last_hidden_state[:, :70]
+        found = engine.encoder.module(**padded).last_hidden_state[:, :70]
+    assert (found - wanted).norm() < 2e-2 * wanted.norm()
 
 
 def test_memory_is_counted_as_packed() -> None:
