@@ -23,7 +23,7 @@ from shoal.depth.plan import DepthPlan
 from shoal.engine.engine import Engine
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.errors import Unsupported
-from shoal.model.layers.relative_bias import by_distance
+from shoal.model.layers.relative_bias import both_ways, by_distance
 from shoal.model.packed import native
 from shoal.model.packed.build import build
 from shoal.model.packed.runner import PackedRunner
@@ -317,3 +317,10 @@ def test_ranges_of_distances_are_those_of_transformers() -> None:
     wanted = attention.compute_bias(64, 64)[0, :, -1].flip(1)
     assert found.shape == (4, 21)
     assert torch.equal(found[:, torch.arange(64).clamp(max=20)], wanted)
+
+
+@pytest.mark.parametrize("places", [1, 2, 64])
+def test_ranges_both_ways_are_those_of_transformers(places: int) -> None:
+    attention, place = known("t5").encoder.block[0].layer[0].SelfAttention, torch.arange(places)
+    found = both_ways(attention.relative_attention_bias.weight.detach(), 20, places)
+    assert torch.equal(found[:, place - place[:, None] + places - 1], attention.compute_bias(places, places)[0])

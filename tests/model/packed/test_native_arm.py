@@ -66,6 +66,7 @@ def command(words: list[str]) -> list[str]:
     ("test_native_chain.py", ""),
     ("test_native_argmax.py", ""),
     ("test_native_checks.py", ""),
+    ("test_native_encode.py", "not threads"),
     ("test_native_long.py", "(bitmap or lent) and (seven or ragged)"),
     ("test_native_trees.py", "not many and all"),
     ("test_native_recurrent.py", "not threads or wide"),
@@ -86,6 +87,7 @@ def test_the_tests_of_the_kernels(file: str, some: str, command: list[str]) -> N
     ("test_native_forward.py", "not number_of_threads"),
     ("test_native_chain.py", "not number_of_threads"),
     ("test_native_argmax.py", "most or equals"),
+    ("test_native_encode.py", "not threads"),
 ])
 def test_memory_and_arithmetic(file: str, some: str, careful_words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASAN_OPTIONS", "detect_leaks=0")

@@ -37,6 +37,7 @@ def runtime(name: str) -> str:
     ("test_native_trees.py", "not many"),
     ("test_native_blocks.py", "1280 or ragged"),
     ("test_experts.py", "rows_and or other_experts or stand_for"),
+    ("test_native_encode.py", ""),
     ("test_cross_attention.py", "cut_anywhere or of_their_own or are_those_of"),
     ("test_encoder_decoders.py", "cut_anywhere or of_its_path"),
     ("test_native_recurrent.py", "recurrent_gemma or unit or shows"),

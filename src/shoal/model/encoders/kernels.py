@@ -15,6 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from shoal.model.gguf.source import GgufSource
+from shoal.model.layers.relative_bias import both_ways
 from shoal.model.packed import native
 from shoal.model.packed.linear import Quant
 from shoal.model.packed.native_runner import pack_for
@@ -22,8 +23,8 @@ from shoal.model.packed.source import Source
 
 _ATTENTION = "shoal"
 """The name of the kernels' attention in transformers."""
-_HALF_PRODUCTS = ("amx", "avx512")
-"""Vector sets that multiply bfloat16; others gain nothing over torch's attention."""
+_READ = frozenset({"scaling", "position_bias", "dropout", "output_attentions", "use_cache"})
+"""Options of attention that are honoured, or mean nothing here; with others torch attends."""
 _IN_PLACE: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({
     **dict.fromkeys(("GELUActivation", "GELU"), torch.ops.aten.gelu_),
     **dict.fromkeys(("NewGELUActivation", "GELUTanh", "PytorchGELUTanh"),
@@ -84,7 +85,10 @@ def packer(source: Source, dtype: torch.dtype, quant: Quant | None) -> PackMatri
 
 
 def to_kernels(module: Any, start: str, pack: PackMatrix) -> None:
-    """Pack all matrices of linear layers, and let bfloat16 or coarser ones attend in bfloat16, where that is faster.
+    """Pack all matrices of linear layers, and let bfloat16 or coarser ones attend in bfloat16.
+
+    That is where the kernels multiply it; elsewhere they gain nothing over torch's attention. T5's biases are then made
+    by distance, not for each pair.
 
     Args:
         module: an encoder in float32 on the CPU; it is changed.
@@ -98,8 +102,11 @@ def to_kernels(module: Any, start: str, pack: PackMatrix) -> None:
             module.set_submodule(name, Product(packed, one.bias))
         elif type(one).__name__ in _IN_PLACE:
             module.set_submodule(name, InPlace(_IN_PLACE[type(one).__name__]))
-    if coarse and native.vector_set() in _HALF_PRODUCTS and module.config._attn_implementation == "sdpa":
+    if coarse and native.multiplies_halves() and module.config._attn_implementation == "sdpa":
         module.config._attn_implementation = _registered()
+        for one in module.modules():
+            if hasattr(one, "compute_bias"):
+                one.compute_bias = partial(_biases, one)
 
 
 def packed_bytes(module: torch.nn.Module) -> int:
@@ -122,6 +129,11 @@ def _registered() -> str:
     return _ATTENTION
 
 
+def _biases(attention: Any, places: int, *_: Any, **__: Any) -> Tensor:
+    """What T5 adds to the scores of a source: [heads, 2 places - 1], see `both_ways`; arguments are transformers'."""
+    return both_ways(attention.relative_attention_bias.weight, attention.relative_attention_max_distance, places)
+
+
 def _attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
@@ -129,13 +141,17 @@ def _attend(
 
     Args:
         query, key, value: [1, heads, places, dim].
+        options: `position_bias` is None or of `_biases`.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    scale, dim = options.get("scaling"), query.shape[-1]
+    scale, biases, (count, _, places, dim) = options.get("scaling"), options.get("position_bias"), query.shape
+    other = any(options[name] is not None for name in options.keys() - _READ)
     whole = attention_mask is None and not getattr(module, "is_causal", True) and key.shape == query.shape
-    if not whole or len(query) > 1 or scale is None or dim % 2 or dim > native.MAX_HEAD_DIM:
+    if not whole or other or count > 1 or scale is None or dim % 2 or dim > native.MAX_HEAD_DIM:
+        if biases is not None:
+            options["position_bias"] = biases.unfold(1, places, 1).flip(1)[None]
         found: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
         return found
     keys, values = (one[0].to(torch.bfloat16).contiguous() for one in (key, value))
-    return native.attend_all(query[0].float().contiguous(), keys, values, scale)[None], None
+    return native.attend_all(query[0].float().contiguous(), keys, values, scale, biases)[None], None

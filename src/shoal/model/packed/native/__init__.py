@@ -30,6 +30,7 @@ from shoal.model.packed.native.library import (
     MAX_STREAMS,
     MAX_TOKENS,
     available,
+    multiplies_halves,
     vector_set,
     why_not,
 )
@@ -54,6 +55,6 @@ __all__ = [
     "MAX_EXPERTS", "MAX_HEAD_DIM", "MAX_NODES", "MAX_STREAMS", "MAX_TOKENS", "MLP", "Memory", "NativeAdapter",
     "NativeBatch", "NativeChain", "NativeModel", "OWN", "OwnSlots", "PackedWeight", "Path", "STORE", "SlotChoice",
     "SlotLabels", "as_packed", "attend_all", "available", "chain_ancestors", "kind_of_type", "layout_version",
-    "matmul", "pack", "pack_blocks", "packed_bytes", "put_adapters", "scatter", "share_inputs", "vector_set",
-    "why_not",
+    "matmul", "multiplies_halves", "pack", "pack_blocks", "packed_bytes", "put_adapters", "scatter",
+    "share_inputs", "vector_set", "why_not",
 ]

@@ -87,7 +87,7 @@ typedef struct {
     float *bias;                     /* [CHUNK], added to scores */
     float *places;                   /* [CHUNK], of the slots in the text, where scores depend on distances */
     float slopes[MOST_QUERIES], own[MOST_QUERIES]; /* of a few queries: the factor of a distance, and their own places */
-    const float *by_distance[MOST_QUERIES]; /* instead of factors, what is added at each of `distances`; or NULL */
+    const float *by_distance[MOST_QUERIES]; /* instead of factors, what is added at each of `distances`, or if that is 0, by slot; or NULL */
     int sloped, distances;           /* sloped: whether scores do */
     int biased;                      /* whether there is any */
     float *notes[MOST_QUERIES];      /* where the scores of a few queries are stored by slot; or NULL */
@@ -457,14 +457,16 @@ INLINE void mix(State *const *s, Chunk *c, const char *const *weights, const flo
         }
 }
 
-/* Add what distances make of the scores of a query. */
-INLINE void slope_scores(const Chunk *c, int h, float *mine, int first, int last) {
-    for (int i = first; c->by_distance[h] && i < last; i++)
-        mine[i] += c->by_distance[h][max_int(min_int((int)(c->own[h] - c->places[i]), c->distances - 1), 0)];
-    if (c->by_distance[h]) return;
+/* Add what distances make of the scores of a query. Few models have it, so it is not compiled into every loop. */
+__attribute__((noinline)) static void slope_scores(const Chunk *c, int h, float *mine, int first, int last) {
+    const float *by = c->by_distance[h];
+    for (int i = first; by && c->distances && i < last; i++)
+        mine[i] += by[max_int(min_int((int)(c->own[h] - c->places[i]), c->distances - 1), 0)];
+    if (by && c->distances) return;
     for (int i = first; i < last; i += LANES) {
-        const Vf distance = vf_sub(vf_load(c->places + i), vf_all(c->own[h]));
-        vf_store(mine + i, vf_fma(distance, vf_all(c->slopes[h]), vf_load(mine + i)));
+        const Vf distance = vf_sub(vf_load(c->places + i), vf_all(c->own[h])), score = vf_load(mine + i);
+        if (by) vf_store(mine + i, vf_add(score, vf_loadu(by + i)));
+        else vf_store(mine + i, vf_fma(distance, vf_all(c->slopes[h]), score));
     }
 }
 

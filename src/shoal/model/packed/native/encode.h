@@ -39,6 +39,8 @@ static void encode_block(const ShoalSource *s, int head, int first, int last, ch
     char *queries = at + 4 * BLOCK_QUERIES * state_floats(s->dim);
     Chunk chunk = chunk_at(queries + BLOCK_QUERIES * query_bytes(s->dim, BY_FLOATS), s->dim);
     const int most = by == BY_BF16 ? MOST_QUERIES : QUERIES;
+    const float *bias = s->bias ? s->bias + head * (2ll * s->places - 1) + s->places - 1 - first : NULL;
+    chunk.sloped = bias != NULL;
     lay_queries(s, head, first, last, by, queries);
     for (int i = 0; i < last - first; i++) reset((State *)(states + i * state_floats(s->dim)), s->dim);
     for (int base = 0; base < s->places; base += CHUNK) {
@@ -51,8 +53,10 @@ static void encode_block(const ShoalSource *s, int head, int first, int last, ch
             const char *q[MOST_QUERIES];
             State *to[MOST_QUERIES];
             const int count = min_int(most, last - first - i);
-            for (int j = 0; j < count; j++)
+            for (int j = 0; j < count; j++) {
                 q[j] = queries + (i + j) * bytes, to[j] = (State *)(states + (i + j) * state_floats(s->dim)), seen[j] = &all;
+                if (bias) chunk.by_distance[j] = bias + base - i - j;
+            }
             (by == BY_BF16 ? attend_bf16 : attend_floats)(&chunk, q, to, seen, count);
         }
     }

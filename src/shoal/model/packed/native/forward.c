@@ -375,6 +375,9 @@ void shoal_matmul(const ShoalWeight *w, const float *x, const float *bias, int t
     }
 }
 
+/* Whether attention multiplies bfloat16. */
+int shoal_multiplies_halves(void) { return BF16_PRODUCTS; }
+
 /* Bytes of scratch memory of one thread, for shoal_encode. */
 int64_t shoal_encode_scratch(const ShoalSource *s) { return round_up(encode_bytes(s->dim), 128); }
 

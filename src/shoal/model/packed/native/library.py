@@ -225,8 +225,8 @@ class SourceStruct(ctypes.Structure):
     """The places of a source, each of which attends to all."""
 
     _fields_ = [
-        ("queries", c_void_p), ("keys", c_void_p), ("values", c_void_p), ("out", c_void_p), ("heads", c_int32),
-        ("places", c_int32), ("dim", c_int32), ("dtype", c_int32), ("scale", c_float),
+        ("queries", c_void_p), ("keys", c_void_p), ("values", c_void_p), ("out", c_void_p), ("bias", c_void_p),
+        ("heads", c_int32), ("places", c_int32), ("dim", c_int32), ("dtype", c_int32), ("scale", c_float),
     ]
 
 
@@ -263,6 +263,7 @@ _SIGNATURES = {
                            c_int]),
     "shoal_matmul_scratch": (c_int64, [POINTER(Weight), c_int]),
     "shoal_matmul": (None, [POINTER(Weight), c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_int]),
+    "shoal_multiplies_halves": (c_int, []),
     "shoal_encode_scratch": (c_int64, [POINTER(SourceStruct)]),
     "shoal_encode": (None, [POINTER(SourceStruct), c_void_p, c_int]),
 }
@@ -322,6 +323,11 @@ def vector_set() -> str:
     """The vector set that the kernels use (see `vector_sets`); RuntimeError if they cannot run here."""
     vectors: bytes = require().shoal_vectors()
     return vectors.decode()
+
+
+def multiplies_halves() -> bool:
+    """Whether their attention multiplies bfloat16, rather than floats; RuntimeError if they cannot run here."""
+    return bool(require().shoal_multiplies_halves())
 
 
 def why_not() -> str:

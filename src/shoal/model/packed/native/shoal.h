@@ -353,6 +353,8 @@ typedef struct {
     const float *queries;       /* [heads][places][dim] */
     const void *keys, *values;  /* the same, in `dtype` */
     float *out;                 /* [places][heads][dim] */
+    const float *bias;          /* [heads][2 places - 1], added to scores by how far the key is after the query, from 1 - places on, and
+                                   room for 32 more; or NULL */
     int32_t heads, places, dim, dtype;
     float scale;                /* of scores */
 } ShoalSource;
