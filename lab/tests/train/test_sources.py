@@ -151,6 +151,7 @@ def test_a_model_that_hears_is_healed(
     assert main(argv) == 0
     card = json.loads(capsys.readouterr().out)
     assert card["part"] == "heal" and len(card["answers"]["sounds"]) == 16 and card["steps"] == [1, 1]
+    assert card["answers"]["files"] == [path.name for path in sounds]
     assert card["plans"]["full"]["before"]["distance"] < 0.001
     assert main(argv) == 0
     err = capsys.readouterr().err

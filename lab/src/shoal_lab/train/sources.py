@@ -85,12 +85,13 @@ class Sources:
         return found
 
     @property
-    def facts(self) -> dict[str, str]:
+    def facts(self) -> dict[str, Any]:
         """What tells a corpus of these sounds from others."""
         if not self._files:
             return {}
         held = b"".join(sound.tobytes() for sound in self.sounds)
-        return {"sounds": hashlib.sha256(held).hexdigest()[:16], "language": self._language}
+        return {"sounds": hashlib.sha256(held).hexdigest()[:16], "files": [path.name for path in self._files],
+                "language": self._language}
 
     def windows(self, count: int, seed: int) -> list[list[int]]:
         """Windows to ask about, each as numbers: file, first sample and samples of each of its cuts."""
