@@ -229,7 +229,7 @@ def test_no_training_begins_before_the_answers_are_there(
 ) -> None:
     asked = iter([False, True])
     make = corpus.make
-    monkeypatch.setattr(corpus, "make", lambda *args: make(*args[:-1], lambda: next(asked)))
+    monkeypatch.setattr(corpus, "make", lambda *args: make(*args[:-2], lambda: next(asked)))
     out = tmp_path / "part"
     found, err = train(capsys, "medusa", tiny_folder, out, "--prompts", prompts)
     assert found == {"shards": 1} and "time is up before all answers are there" in err

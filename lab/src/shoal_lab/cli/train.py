@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from shoal_lab.train.dflash import BlockShape
     from shoal_lab.train.drafter import DrafterShape
     from shoal_lab.train.part import TrainedModule
+    from shoal_lab.train.sources import Sources
 
 EXAMPLES = """examples:
   shoal train eagle --model M.gguf --out part
@@ -49,6 +50,7 @@ EXAMPLES = """examples:
   shoal train drafter --model M.gguf --out drafter --answers part/answers --prompts asked.txt,more.jsonl --block 8
   shoal train heal --model M.gguf --out healed --data DATA --under d3:mean=0.8,d3:mean=0.9,full
   shoal train heal --model M.gguf --out healed --data DATA --student pruned
+  shoal train heal --model whisper-base --out healed --speech FOLDER --under d3:mean=0.8:core=2,full
   shoal train hybrid --model M.gguf --out hybrid --data DATA --text more.txt --layer-epochs 1 --epochs 2
   shoal train hybrid --model M.gguf --out hybrid --export folder
   shoal train diffusion --out canvas --threads 1
@@ -58,8 +60,11 @@ KINDS = ("eagle", "medusa")
 PROMPTS, DRAFTER, SCRATCH, CONTEXT, ROUTERS = "ppd", "drafter", "diffusion", "dynamic_context", "first"
 BLOCKS = "dflash"
 EXPERTS, HEAL, FULL, HYBRID = "read_me", "heal", "full", "hybrid"
+_SOUNDS = (".flac", ".wav", ".mp3", ".ogg", ".m4a")
 _KEEP = {CONTEXT: 0.5, ROUTERS: 0.8}
 _BATCH, _RATE, _PROMPTS_RATE = 2048, 3e-3, 3e-2
+_BESIDE = 8
+"""Times as many places of a step beside an encoder, whose sources count too."""
 _SHARED = ("part", "out", "steps", "batch", "rate", "minutes", "seed", "threads", "json", "causal")
 """Options of a model trained from scratch."""
 _ONLY = {**dict.fromkeys(("steps", "causal"), (SCRATCH,)), "depths": (*KINDS, PROMPTS), "copies": (PROMPTS,),
@@ -67,7 +72,7 @@ _ONLY = {**dict.fromkeys(("steps", "causal"), (SCRATCH,)), "depths": (*KINDS, PR
          **dict.fromkeys(("groups", "shared", "experts"), (EXPERTS,)),
          **dict.fromkeys(("layers", "block", "mask_token"), (DRAFTER, BLOCKS)), "window": (DRAFTER,),
          "keep": (CONTEXT, ROUTERS), "gate_layer": (CONTEXT,), "under": (HEAL, ROUTERS),
-         **dict.fromkeys(("student", "rank", "recompute"), (HEAL,)),
+         **dict.fromkeys(("student", "rank", "recompute", "speech", "windows", "language"), (HEAL,)),
          "taps": ("eagle", BLOCKS), "start": ("eagle", HYBRID),
          **dict.fromkeys(("text", "length", "layer_epochs", "export"), (HYBRID,))}
 """Option -> the kinds that have it, if not all do."""
@@ -93,6 +98,10 @@ def add_arguments(parser: Parser) -> None:
     data.add_argument("--each", metavar="N", type=int, default=700, help="most prompts of a kind from --data")
     data.add_argument("--questions", metavar="N", type=int, help="questions that the model asks itself, where its chat "
                       "template lets it; by default 2000 without --prompts and --data, and none with them")
+    data.add_argument("--speech", metavar="PATH,...", help="heal: sounds for a model that hears, files or folders "
+                      "of them; it answers windows cut out of these")
+    data.add_argument("--windows", metavar="N", type=int, default=256, help="heal: how many windows")
+    data.add_argument("--language", metavar="CODE", default="en", help="heal: spoken in --speech")
     data.add_argument("--tokens", metavar="N", type=int, default=500_000, help="tokens of answers, about")
     data.add_argument("--max-new-tokens", metavar="N", type=int, default=192, help="the longest answer")
     data.add_argument("--temperature", metavar="T", type=float, default=0.0, help="of the answers; 0: the likeliest")
@@ -251,9 +260,11 @@ def _part(args: argparse.Namespace, late: Callable[[], bool]) -> int:
     if args.part == EXPERTS:
         read_me.check_division(read_me.mlp_widths(engine), args.groups, args.shared, args.experts)
     plans = _plans(args, engine) if args.part in (HEAL, ROUTERS) else None
+    sources = _sources(args, engine)
     taps = _taps(args, engine)
     place = args.answers or args.out / "answers"
-    answers = corpus.make(place, engine, lambda: _prompts(args, engine), _wish(args, taps), _tell, late)
+    answers = corpus.make(place, engine, lambda: _prompts(args, engine, sources), _wish(args, taps), _tell, late,
+                          sources)
     if answers.whole and taps:
         answers = corpus.tap(answers, place, engine, taps, _tell, late)
     if not answers.whole:  # a run starts when its answers are complete, and keeps to them
@@ -263,7 +274,8 @@ def _part(args: argparse.Namespace, late: Callable[[], bool]) -> int:
     module = _module(args, engine, answers, shape, plans)
     half = engine.runner.dtype == torch.bfloat16
     rate = _PROMPTS_RATE if args.part == PROMPTS else _RATE
-    how = Training(args.epochs, args.batch or _BATCH, args.rate or rate, seed=args.seed, half=half,
+    room = _BATCH if sources is None else _BESIDE * _BATCH
+    how = Training(args.epochs, args.batch or room, args.rate or rate, seed=args.seed, half=half,
                    muon=Training.muon and args.part not in (HEAL, ROUTERS))
     trainer = Trainer(module, answers, how, args.out, _tell)
     if trainer.run.step:
@@ -276,7 +288,7 @@ def _part(args: argparse.Namespace, late: Callable[[], bool]) -> int:
     card, worth, use = _written(args, engine, module, facts)
     left = "" if found.done else f"; {found.steps - found.step} steps are left, and the same command goes on"
     _tell(f"{card['bytes'] / 1e6:.1f} MB written to {args.out}: {worth} on answers that it was not trained on{left}")
-    _tell(f"use it: shoal generate {use}")
+    _tell(f"use it: shoal {'generate' if args.speech is None else 'transcribe FILE'} {use}")
     return _report(args, card)
 
 
@@ -284,11 +296,14 @@ def _written(
     args: argparse.Namespace, engine: Engine, module: TrainedModule, facts: dict[str, Any]
 ) -> tuple[dict[str, Any], str, str]:
     """The card of the result, a sentence about its value, and the options that use it."""
+    import torch
+
     from shoal_lab.train import drafter, export, heal, layers
     from shoal_lab.train.part import ShippedModule
 
     if isinstance(module, heal.HealModule):
-        card = export.model(args.out, engine, module, module.checkpoint(), **facts)
+        dtype = torch.bfloat16 if engine.encoder is None else engine.runner.dtype
+        card = export.model(args.out, engine, module, module.checkpoint(dtype), **facts)
         method, first = next(iter(card["plans"].items()))
         worth = (f"under {method} {first['after']['kept_words']:.1%} of the words are the model's own, "
                  f"{first['before']['kept_words']:.1%} before healing,")
@@ -326,7 +341,7 @@ def _report(args: argparse.Namespace, found: dict[str, Any]) -> int:
 def _check(args: argparse.Namespace) -> None:
     """Refuse numbers below 1, and options that the kind does not have."""
     for name in ("each", "tokens", "max_new_tokens", "epochs", "steps", "batch", "vocabulary", "depths", "copies",
-                 "rank", "groups", "experts"):
+                 "rank", "groups", "experts", "windows"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least 1")
     if args.part == HEAL and args.under is None and args.student is None:
@@ -391,9 +406,30 @@ def _shape(args: argparse.Namespace) -> DrafterShape | BlockShape | None:
     return DrafterShape(args.layers, args.block, args.window) if args.part == DRAFTER else None
 
 
-def _prompts(args: argparse.Namespace, engine: Engine) -> list[list[int]]:
-    """Token ids of the prompts, shuffled, without those of the test sets in --data."""
+def _sources(args: argparse.Namespace, engine: Engine) -> Sources | None:
+    """What reads the prompts of a model with an encoder; None for others."""
+    from shoal.errors import Unsupported
+    from shoal_lab.train.sources import Sources
+
+    if engine.encoder is None:
+        if args.speech is not None:
+            raise ValueError("--speech is for a model that hears; leave it out, or give a Whisper model")
+        return None
+    if args.part != HEAL or args.student is not None:
+        raise Unsupported(f"{args.part if args.student is None else '--student'} beside an encoder",
+                          "it would read the prompt as the decoder's", "Use heal with --under")
+    found = list[Path]()
+    for path in map(Path, filter(None, (args.speech or "").split(","))):
+        found += sorted(one for one in path.iterdir() if one.suffix in _SOUNDS) if path.is_dir() else [path]
+    return Sources(engine, found, args.language)
+
+
+def _prompts(args: argparse.Namespace, engine: Engine, sources: Sources | None = None) -> list[list[int]]:
+    """Token ids of the prompts, shuffled, without those of the test sets in --data; or windows of sounds."""
     import random
+
+    if sources is not None and args.speech is not None:
+        return sources.windows(args.windows, args.seed)
 
     from shoal_lab.train import prompts
 
@@ -429,6 +465,7 @@ def _module(
     from shoal_lab.train.part import Base, PartModule
     from shoal_lab.train.ppd import PromptModule
     from shoal_lab.train.read_me import ReadMEModule, group_neurons, some_answers
+    from shoal_lab.train.sources import plain
 
     if shape is not None:
         mask = mask_token(engine, answers, args.mask_token)
@@ -437,14 +474,15 @@ def _module(
         return DrafterModule(Base(engine.runner), _plain(args), shape, mask, args.seed)
     if plans is not None and args.part == HEAL:
         half = engine.runner.dtype == torch.bfloat16
-        plain = _plain(args, args.student, "bfloat16" if half else "float32")
-        return HealModule(Base(engine.runner), plain, plans, args.rank, args.seed, args.recompute, half)
+        model = (_plain(args, args.student, "bfloat16" if half else "float32") if engine.encoder is None
+                 else plain(engine, engine.runner.dtype))
+        return HealModule(Base(engine.runner), model, plans, args.rank, args.seed, args.recompute, half)
     if args.part == PROMPTS:
         return PromptModule(Base(engine.runner), _plain(args), args.depths or 3, args.seed, args.copies)
     if args.part == EXPERTS:
-        plain = _plain(args)
-        neurons = group_neurons(plain, some_answers(answers), args.groups, args.shared, args.seed)
-        return ReadMEModule(Base(engine.runner), plain, neurons, args.shared, args.experts, args.seed)
+        whole = _plain(args)
+        neurons = group_neurons(whole, some_answers(answers), args.groups, args.shared, args.seed)
+        return ReadMEModule(Base(engine.runner), whole, neurons, args.shared, args.experts, args.seed)
     if args.start is not None:
         part = draft_head_file.read(str(args.start), args.part, engine.info())
         return EagleModule.going_on(Base(engine.runner), part, args.depths, args.seed)

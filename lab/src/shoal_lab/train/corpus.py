@@ -24,9 +24,12 @@ from shoal.depth.plan import DepthPlan
 from shoal.engine.engine import Engine
 from shoal.engine.scheduling.request_handle import RequestHandle
 from shoal.engine.scheduling.scheduler import Scheduler
+from shoal.model.layers.cross_attention import Encoded
 from shoal.model.runner import ModelRunner, SequenceChunk
 from shoal.types import Result
 from shoal_lab.train import files
+from shoal_lab.train.buckets import two_dimensional
+from shoal_lab.train.sources import Sources
 
 SHARD = 64
 """Answers per shard."""
@@ -67,12 +70,14 @@ class AnsweredText:
         states: [n, D] in bfloat16; `states[t]` predicts token t + 1.
         prompt: number of prompt tokens.
         tapped: [n, k D] in bfloat16, what enters k layers, one after the other; None where it was not asked for.
+        source: float32 [places, hidden], the last states of the encoder, of models that have one.
     """
 
     tokens: Tensor
     states: Tensor
     prompt: int
     tapped: Tensor | None = None
+    source: Tensor | None = None
 
 
 class Corpus:
@@ -106,6 +111,9 @@ class Corpus:
         if self.taps:
             tapped = _read(_tapped(self._folder, self.taps, shard))["tapped"].split(lengths)
             whole = [replace(one, tapped=own) for one, own in zip(whole, tapped, strict=True)]
+        if "sources" in held:
+            sources = held["sources"].split(held["places"].tolist())
+            whole = [replace(one, source=own) for one, own in zip(whole, sources, strict=True)]
         return [one for place, one in enumerate(whole) if (place % _VALIDATION == 0) == validation]
 
     def validation(self, most: int = 128) -> list[AnsweredText]:
@@ -137,7 +145,7 @@ class Corpus:
 
 def make(
     folder: Path, engine: Engine, prompts: Callable[[], Sequence[Sequence[int]]], wish: CorpusWish,
-    tell: Tell = lambda message: None, until: Callable[[], bool] = lambda: False,
+    tell: Tell = lambda message: None, until: Callable[[], bool] = lambda: False, sources: Sources | None = None,
 ) -> Corpus:
     """Make a corpus, or the missing part of it.
 
@@ -148,14 +156,16 @@ def make(
         wish: the wanted corpus.
         tell: receives progress messages.
         until: whether to stop; asked before each shard.
+        sources: reads prompts with the model's encoder, where it has one.
 
     Raises:
         ValueError: the folder holds another corpus.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    facts = {"fingerprint": engine.fingerprint, "vocab_size": engine.runner.vocab_size, **_told(wish)}
+    facts = {"fingerprint": engine.fingerprint, "vocab_size": engine.runner.vocab_size, **_told(wish),
+             **({} if sources is None else sources.facts)}
     _claim(folder / "corpus.json", facts)
-    asked = _asked(folder / "prompts.json", prompts)
+    asked = _asked(folder / "prompts.json", prompts if sources is None else lambda: sources.ordered(prompts(), SHARD))
     made, whole = sum(_size(path) for path in _shards(folder)), True
     for number in range(len(_shards(folder)), -(-len(asked) // SHARD)):
         room = wish.gigabytes * 1e9 - sum(path.stat().st_size for path in _shards(folder))
@@ -165,7 +175,9 @@ def make(
             whole = False
             break
         path = folder / f"states-{number:05d}.safetensors"
-        made += _make_shard(path, engine, asked[number * SHARD : (number + 1) * SHARD], wish, number)
+        part = asked[number * SHARD : (number + 1) * SHARD]
+        made += (_make_shard(path, engine, part, wish, number) if sources is None
+                 else _make_sourced(path, engine, sources, part, wish))
         tell(f"{made} of {wish.tokens} tokens answered, {number + 1} shards")
     return Corpus(folder, whole)
 
@@ -270,21 +282,44 @@ def _make_shard(
     return _write_shard(path, engine, [(prompt, text) for prompt, text in texts if len(text) > len(prompt) + 1])
 
 
+def _make_sourced(
+    path: Path, engine: Engine, sources: Sources, asked: Sequence[Sequence[int]], wish: CorpusWish
+) -> int:
+    """The same beside an encoder, one after another: what layers read of a source is large."""
+    texts, found = list[tuple[list[int], list[int]]](), dict[str, list[Tensor]](states=[], sources=[])
+    for one in asked:
+        read = sources.read(one)
+        answer = engine.generate(read.prompt, source=read.encoded, logits_processor=read.rules, seed=wish.seed,
+                                 max_new_tokens=wish.max_new_tokens, temperature=wish.temperature)
+        text = [*read.prompt, *answer.tokens]
+        if len(answer.tokens) > 1:
+            texts.append((read.prompt, text))
+            found["states"].append(states(engine.runner, text, read.encoded))
+            found["sources"].append(read.states)
+    if not texts:
+        raise ValueError("the model answers none of the sources with two tokens or more; give others")
+    places = torch.tensor([len(one) for one in found["sources"]], dtype=torch.int32)
+    return _save(path, texts, {"places": places, **{name: torch.cat(some) for name, some in found.items()}})
+
+
 def _write_shard(path: Path, engine: Engine, texts: Sequence[tuple[list[int], list[int]]]) -> int:
     """Write prompts and whole texts with their states; returns the number of answer tokens."""
+    return _save(path, texts, {"states": torch.cat([states(engine.runner, text) for _, text in texts])})
+
+
+def _save(path: Path, texts: Sequence[tuple[list[int], list[int]]], beside: Mapping[str, Tensor]) -> int:
     tensors = {
         "tokens": torch.tensor([token for _, text in texts for token in text], dtype=torch.int32),
         "lengths": torch.tensor([len(text) for _, text in texts], dtype=torch.int32),
-        "prompts": torch.tensor([len(prompt) for prompt, _ in texts], dtype=torch.int32),
-        "states": torch.cat([states(engine.runner, text) for _, text in texts]),
+        "prompts": torch.tensor([len(prompt) for prompt, _ in texts], dtype=torch.int32), **beside,
     }
     files.write(path, lambda part: save_file(tensors, part))
     return _spoken(tensors)
 
 
-def states(runner: ModelRunner, tokens: Sequence[int]) -> Tensor:
-    """The LM head's inputs at every token of a text, [n, D] in bfloat16."""
-    return _entered(runner, tokens, (runner.num_layers,), runner.normed)
+def states(runner: ModelRunner, tokens: Sequence[int], source: Encoded | None = None) -> Tensor:
+    """The LM head's inputs at every token of a text, about a source if there is one; [n, D] in bfloat16."""
+    return _entered(runner, tokens, (runner.num_layers,), runner.normed, source)
 
 
 def inputs(runner: ModelRunner, tokens: Sequence[int], layers: Sequence[int]) -> Tensor:
@@ -294,9 +329,12 @@ def inputs(runner: ModelRunner, tokens: Sequence[int], layers: Sequence[int]) ->
 
 @torch.no_grad()
 def _entered(
-    runner: ModelRunner, tokens: Sequence[int], layers: Sequence[int], change: Callable[[Tensor], Tensor]
+    runner: ModelRunner, tokens: Sequence[int], layers: Sequence[int], change: Callable[[Tensor], Tensor],
+    source: Encoded | None = None,
 ) -> Tensor:
     cache, plan = runner.new_cache(1), DepthPlan.full(runner.num_layers)
+    if source is not None:
+        cache.attach(0, source)
     found: dict[int, list[Tensor]] = {layer: [] for layer in layers}
 
     def hook(layer: int, hidden: Tensor) -> None:
@@ -335,15 +373,10 @@ def _spoken(held: Mapping[str, Tensor]) -> int:
 
 
 def batches(answers: Sequence[AnsweredText], tokens: int) -> Iterator[list[AnsweredText]]:
-    """Batches of answers of similar lengths, of at most `tokens` tokens with padding."""
-    batch: list[AnsweredText] = []
-    for one in sorted(answers, key=lambda one: len(one.tokens)):
-        if batch and (len(batch) + 1) * len(one.tokens) > tokens:
-            yield batch
-            batch = []
-        batch.append(one)
-    if batch:
-        yield batch
+    """Batches of answers, and sources, of similar lengths; of at most `tokens` places of both with padding."""
+    sizes = [(0 if one.source is None else len(one.source), len(one.tokens)) for one in answers]
+    for batch in two_dimensional(sizes, tokens):
+        yield [answers[place] for place in batch]
 
 
 def answered(

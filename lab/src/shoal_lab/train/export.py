@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import AutoFeatureExtractor
 
 from shoal import __version__
 from shoal.engine.engine import Engine
@@ -60,6 +61,8 @@ def model(folder: Path, engine: Engine, module: TrainedModule, made: Any, **fact
     made.save_pretrained(folder)
     if engine.tokenizer is not None:
         engine.tokenizer.save_pretrained(folder)
+    if engine.encoder is not None and engine.encoder.text is None:
+        AutoFeatureExtractor.from_pretrained(engine.encoder.place).save_pretrained(folder)
     card = {"part": module.kind, "shape": module.shape(), "fingerprints": [engine.fingerprint],
             "model": Path(engine.model_name).name, "shoal": __version__,
             "bytes": sum(one.stat().st_size for one in folder.glob("*.safetensors")), **facts}

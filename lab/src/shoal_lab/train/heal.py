@@ -52,7 +52,7 @@ class HealModule(TrainedModule):
     ) -> None:
         super().__init__()
         config = model.config.get_text_config()
-        layers, hidden = config.num_hidden_layers, base.rows([0]).shape[1]
+        layers, hidden = len(body(model).layers), base.rows([0]).shape[1]
         if config.hidden_size != hidden:
             raise ValueError(f"what is healed has states of {config.hidden_size} numbers, and the model of {hidden}; "
                              "give --student a model that `shoal prune` cut out of it")
@@ -61,7 +61,7 @@ class HealModule(TrainedModule):
         if half:
             halve(model)
         self._model = (with_adapters(model, rank, seed),)  # in a tuple: its trained parameters are listed below
-        self._reading = LayerReading(self._model[0].get_base_model().model, recompute)
+        self._reading = LayerReading(body(self._model[0].get_base_model()), recompute)
         trained = [one for one in self._model[0].parameters() if one.requires_grad]
         self.adapters = nn.ParameterList(trained)
         self.head = CutHead(base, range(config.vocab_size))
@@ -84,8 +84,13 @@ class HealModule(TrainedModule):
 
     def read(self, batch: TextBatch, plan: DepthPlan) -> Tensor:
         """The LM head's inputs [B, T, D] if the tokens of answers run a plan's layers."""
+        beside = {}
+        if batch.sources is not None and batch.heard is not None:
+            beside["encoder_hidden_states"] = batch.sources
+            if not batch.heard.all():  # which a decoder of Whisper's takes no notice of
+                beside["encoder_attention_mask"] = batch.heard.long()
         with torch.autocast("cpu", torch.bfloat16, enabled=self._half):
-            return self._reading.read(batch.tokens, shares(batch, plan))
+            return self._reading.read(batch.tokens, shares(batch, plan), **beside)
 
     @torch.no_grad()
     @override
@@ -144,6 +149,11 @@ def check_plans(plans: Mapping[str, DepthPlan], layers: int) -> None:
                               "Name methods that drop whole layers, such as d3")
 
 
+def body(model: Any) -> Any:
+    """What of a transformers model runs the layers: without the LM head, and without an encoder."""
+    return model.get_decoder() if model.config.is_encoder_decoder else model.model
+
+
 def halve(model: Any) -> None:
     """Convert a model's matrices to bfloat16, and embedding, norms and everything else to float32."""
     for module in model.modules():
@@ -162,8 +172,8 @@ def with_adapters(model: Any, rank: int, seed: int) -> Any:
     if rank < 1:
         raise ValueError(f"--rank is {rank}; it must be at least 1")
     peft = require_peft()
-    names = sorted({name.rpartition(".")[2] for name, module in model.model.layers.named_modules()
-                    if isinstance(module, nn.Linear)})
+    layers = {id(module) for module in body(model).layers.modules()}
+    names = [name for name, module in model.named_modules() if id(module) in layers and isinstance(module, nn.Linear)]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         wish = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names, task_type="CAUSAL_LM")

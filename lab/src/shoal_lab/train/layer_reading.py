@@ -36,11 +36,11 @@ class LayerReading:
             if recompute:  # transformers' own switch needs training mode, and would run the hooks again
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
-    def read(self, tokens: Tensor, share: Share | None = None) -> Tensor:
-        """The LM head's inputs [B, T, D], float32, from tokens int64 [B, T]."""
+    def read(self, tokens: Tensor, share: Share | None = None, **beside: Tensor) -> Tensor:
+        """The LM head's inputs [B, T, D], float32, from tokens int64 [B, T]; `beside` goes to the model too."""
         self._share = share
         try:
-            found: Tensor = self._body(input_ids=tokens, use_cache=False).last_hidden_state
+            found: Tensor = self._body(input_ids=tokens, use_cache=False, **beside).last_hidden_state
         finally:
             self._share = None
             self._shares.clear()

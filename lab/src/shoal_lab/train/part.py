@@ -58,6 +58,8 @@ class TextBatch:
         states: float32 [B, T, D]; `states[:, t]` predicts token t + 1.
         prompts, lengths: int64 [B], tokens of the prompts and of the whole texts.
         tapped: float32 [B, T, k D], what enters k layers, or None.
+        sources: float32 [B, S, hidden], states of the encoder padded like texts, or None.
+        heard: bool [B, S], which of them are states.
     """
 
     tokens: Tensor
@@ -65,16 +67,20 @@ class TextBatch:
     prompts: Tensor
     lengths: Tensor
     tapped: Tensor | None = None
+    sources: Tensor | None = None
+    heard: Tensor | None = None
 
     @classmethod
     def of(cls, answers: Sequence[AnsweredText]) -> TextBatch:
         """A batch of answers."""
         tapped = [one.tapped.float() for one in answers if one.tapped is not None]
+        sources = [one.source for one in answers if one.source is not None]
+        heard = [torch.ones(len(one), dtype=torch.bool) for one in sources]
         return cls(
             pad_sequence([one.tokens for one in answers], batch_first=True),
             pad_sequence([one.states.float() for one in answers], batch_first=True),
             torch.tensor([one.prompt for one in answers]), torch.tensor([len(one.tokens) for one in answers]),
-            pad_sequence(tapped, batch_first=True) if tapped else None,
+            *(pad_sequence(some, batch_first=True) if some else None for some in (tapped, sources, heard)),
         )
 
     def guessed_from(self, depth: int, ahead: int) -> Tensor:
