@@ -79,7 +79,7 @@ modules"""
 MOST_CORE_FILES = 382  # 20: recurrent; 4: experts; 4: SambaY; 3: latent; 9: GGUF; 6: classics; 20: drafts; 11: hub;
 # 9: what clients speak; 1: threads that part; 2: what is told of a model, how it lies in files; 1: whose adapters are;
 # 1: options of tools; 7: sources and their encoders; 9: speech; 7: pictures; 6: sounds; 2: films
-MOST_LAB_LINES = 42_960
+MOST_LAB_LINES = 43_052
 """Of the package, benchmarks and tools. 392 more: plan and members; 127: two checkouts; 350: hybrids, prefixes; 620:
 training hybrids; 200: files of mixtures; 670: caches of experts,
 mixtures of dense files, experts beyond memory; 70: a day of alike requests;
@@ -90,7 +90,8 @@ command that searches for sublayers; 275: training in EAGLE-3's form; 300: train
 blocks; 10: files with random weights beyond memory; 100: drafts made beside the target; 85: the first minute of a
 clone; 15: the usual options of commands; 130: a soak of several models; 220: prompts of
 all kinds, training that goes on from a part, guesses kept by place; 170: speech beside other programs;
-120: an encoder with a shallow decoder beside a decoder of equal size."""
+120: an encoder with a shallow decoder beside a decoder of equal size; 92: speech with drafts, in batches, by the
+hour."""
 MOST_IN_FOLDER = 20
 MOST_CLASSES = 85  # each kind of part and of cache layer is a class, with its defaults; 4: of adapters; 5: of sources
 """Classes and protocols in the modules that the decoding loop imports, however indirectly."""
