@@ -58,6 +58,25 @@ def test_every_form_says_the_same(
     assert capsys.readouterr().out.startswith("1\n00:00:0")
 
 
+def test_files_together_are_printed_in_their_order(
+    model: str, sound: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = tmp_path / "long.wav"
+    long.write_bytes(wav(tone(40.0, 300.0)))
+    words = ["transcribe", "--model", model, "--no-speech-threshold", "1"]
+    found = list[list[dict[str, object]]]()
+    for more in ([], ["--batch-size", "2"], ["--draft", model]):
+        assert main([*words, "--json", *more, str(long), sound, sound]) == 0
+        found.append(json.loads(capsys.readouterr().out)["files"])
+    assert [[{**one, "seconds": 0} for one in files] for files in found[1:]] == [
+        [{**one, "seconds": 0} for one in found[0]]] * 2
+    assert main([*words, "--quiet", "--batch-size", "3", str(long), sound]) == 0
+    texts = [part["text"].strip() for one in found[0][:2] for part in one["segments"]]  # type: ignore[attr-defined]
+    assert capsys.readouterr().out == "".join(f"{text}\n" for text in texts)
+    assert main([*words, "--quiet", "--vtt", "--batch-size", "3", "--no-context", str(long)]) == 0
+    assert capsys.readouterr().out.startswith("WEBVTT\n\n00:00:")
+
+
 @pytest.mark.parametrize("method", ["prompt_lookup", "d3"])
 def test_methods_run_the_decoder(model: str, sound: str, method: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = list[str]()
@@ -88,6 +107,10 @@ def test_a_chat_says_what_the_model_is_for(model: str, capsys: pytest.CaptureFix
     (["nothing.wav"], "there is no file 'nothing.wav'"),
     (["--word-timestamps", "nothing.wav"], "--word-timestamps shows nothing without --json"),
     (["--without-timestamps", "--srt", "nothing.wav"], "--without-timestamps leaves nothing to show"),
+    (["--batch-size", "0", __file__], "--batch-size is 0; it must be 1 or more windows"),
+    (["--batch-size", "4", __file__], "add --no-context, or give several files"),
+    (["--draft", "x", "--method", "auto", __file__], "--draft with --method auto, and one of them guesses"),
+    (["--draft", "x", "--memory", "1GiB", __file__], "--memory with --draft, which holds a second model"),
     (["--temperature", "-1", "nothing.wav"], "temperatures are (-1.0,); they must be one or more numbers >= 0"),
 ])
 def test_bad_words_cost_a_line_before_a_model_is_loaded(

@@ -75,6 +75,30 @@ def test_fields_may_be_missing_and_unknown_ones_are_named(server: Running, said:
     assert found.json()["text"] == said and found.headers[IGNORED] == "chunking_strategy"
 
 
+@pytest.mark.parametrize("method", ["full", "prompt_lookup", '["prompt_lookup"]'])
+def test_a_method_runs_the_decoder(
+    server: Running, said: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen, generate = list[str](), server.engine.generate
+    monkeypatch.setattr(server.engine, "generate",
+                        lambda prompt, **asked: (chosen.append(asked["method"].name), generate(prompt, **asked))[1])
+    args = {} if method == "full" or "[" in method else {"method_args": '{"length": 3}'}
+    assert ask(server, method=method, **args).json()["text"] == said
+    assert set(chosen) == {method.strip('["]')}
+
+
+@pytest.mark.parametrize(("fields", "told", "status"), [
+    ({"method": "magic"}, "method is 'magic'; this server has", 400),
+    ({"method": "draft_model"}, "method 'draft_model' is not allowed here", 403),
+    ({"method": "prompt_lookup", "method_args": "length=3"}, "method_args is 'length=3'; in a form it must be", 400),
+    ({"method": "prompt_lookup", "method_args": '{"length": 0}'}, "length is 0; it must be at least 1", 400),
+    ({"method": "d3", "method_args": '{"core": 99}'}, "core is 99", 400),
+    ({"method_args": '{"length": 3}'}, "method_args belongs to a method", 400),
+])
+def test_methods_that_cannot_run_are_refused(server: Running, fields: dict[str, str], told: str, status: int) -> None:
+    assert told in refusal(ask(server, **fields), status)
+
+
 @pytest.mark.parametrize(("fields", "told"), [
     ({"language": "xx"}, "language 'xx' is asked for; the model writes down English"),
     ({"temperature": "warm"}, "temperature is 'warm'; it must be a number"),

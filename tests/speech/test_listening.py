@@ -17,7 +17,7 @@ from toy_tokenizers import byte_level
 from whispers import SPECIAL, VOCAB, tokenizer
 
 OWN = Listening.of(tokenizer(), VOCAB)
-LENGTH = 3
+LENGTH, ASKED = 3, 2
 
 
 def test_special_tokens_are_found_by_their_names() -> None:
@@ -36,7 +36,7 @@ def test_timestamps_follow_transformers_rules() -> None:
     config = GenerationConfig(eos_token_id=OWN.end, bos_token_id=OWN.end, no_timestamps_token_id=OWN.untimed,
                               max_initial_timestamp_index=50)
     theirs, dice = WhisperTimeStampLogitsProcessor(config, begin_index=LENGTH), random.Random(0)
-    ours, allowed = Times(OWN, LENGTH), 0
+    ours, allowed = Times(OWN, ASKED), 0
     for case in range(400):
         torch.manual_seed(case)
         said = list[int]()
@@ -44,7 +44,7 @@ def test_timestamps_follow_transformers_rules() -> None:
             timed = dice.random() < 0.4
             low = max([OWN.first_time, *(token for token in said if token >= OWN.first_time)])
             said.append(dice.randrange(low, VOCAB - 600) if timed else dice.randrange(250))
-        ids = torch.tensor([[1, 2, 3, *said]])
+        ids = torch.tensor([[1, OWN.start, 3, *said]])
         scores = torch.randn(1, VOCAB) * dice.choice((1.0, 6.0))
         wanted, found = theirs(ids, scores.clone()), ours(ids, scores)
         assert torch.equal(found, wanted), said

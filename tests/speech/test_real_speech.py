@@ -79,6 +79,13 @@ def test_drafts_change_no_word_of_a_long_file(method: str) -> None:
 
 
 @pytest.mark.slow
+def test_words_of_a_model_with_another_vocabulary_change_none() -> None:
+    sound, wish = sound_of("sonnet1-long.flac"), Wish("en")
+    transcriber = Transcriber(engine_of("whisper-base"), Transcriber(engine_of("whisper-tiny.en")))
+    assert [*transcriber.begin(iter([sound]), wish).segments()] == heard("whisper-base", sound)
+
+
+@pytest.mark.slow
 def test_the_language_is_heard_and_silence_stays_silent() -> None:
     transcriber = Transcriber(engine_of("whisper-base"))
     course = transcriber.begin(iter([sounds()["jfk.flac"]]), Wish())

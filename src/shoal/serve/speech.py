@@ -24,6 +24,7 @@ from typing_extensions import Self
 from shoal.audio import RATE, Audio
 from shoal.engine.engine import Engine
 from shoal.errors import pip_install
+from shoal.serve import policy
 from shoal.serve.errors import ApiError, failed, no_model, refused
 from shoal.serve.middleware import note, unless_left
 from shoal.serve.protocol.bodies import validated
@@ -50,6 +51,8 @@ class SpeechBody(BaseModel):
     temperature: float = Field(default=0.0, ge=0.0, le=1.0)
     timestamp_granularities: list[Literal["segment", "word"]] = Field(default_factory=list)
     stream: bool = False
+    method: str | list[Any] | None = None
+    method_args: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _shows_times(self) -> Self:
@@ -122,11 +125,16 @@ class SpeechRoutes:
         """The file and how it is to be heard; ApiError 400 for what the model does not do."""
         body, hot = asked.body, asked.body.temperature
         wish = Wish(None if task == "translate" else body.language, task, prompt=body.prompt,
-                    temperatures=(hot,) if hot else FALLBACK, word_times="word" in body.timestamp_granularities)
+                    temperatures=(hot,) if hot else FALLBACK, word_times="word" in body.timestamp_granularities,
+                    method=policy.choose(body.method, body.method_args, self._settings))
         try:
             self._transcriber.check(wish)
         except ValueError as error:
             raise refused("language" if body.language else "model", str(error)) from None
+        try:
+            self._engine.recipe(wish.method, 1)
+        except ValueError as error:
+            raise refused("method", str(error)) from None
         return _Sound(self._transcriber, asked.file.file, asked.file.filename or "the file", wish, self._settings)
 
     def _asked(self, request: Request, form: FormData) -> _Wanted:
@@ -265,6 +273,12 @@ def _read(given: Mapping[str, Any]) -> dict[str, Any]:
         if found["stream"] not in ("true", "false", "True", "False", "1", "0"):
             raise refused("stream", f"stream is {found['stream']!r:.100}; it must be true or false")
         found["stream"] = found["stream"] in ("true", "True", "1")
+    for name, begins in (("method", "["), ("method_args", "")):
+        if str(found.get(name) or " ").startswith(begins) and found.get(name):
+            try:
+                found[name] = json.loads(found[name])
+            except ValueError:
+                raise refused(name, f"{name} is {found[name]!r:.100}; in a form it must be JSON") from None
     return {name: value for name, value in found.items() if value != ""}
 
 

@@ -59,6 +59,25 @@ class Forbidden:
         return [last for before, last in likely if ids[0, -len(before) :].tolist() == list(before)]
 
 
+class Suppressed:
+    """Tokens without a chance, as a logits processor: transformers' own looks through all tokens at each step.
+
+    Args:
+        tokens: their ids; those that the vocabulary lacks are passed over.
+        length: of the text, at which alone they have none; None for any.
+    """
+
+    def __init__(self, tokens: Iterable[int], length: int | None = None) -> None:
+        self._tokens, self._length = torch.tensor(sorted({token for token in tokens if token >= 0})), length
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores [1, V] after ids [1, T], changed in place."""
+        if self._length is None or ids.shape[1] == self._length:
+            known = self._tokens[: int(torch.searchsorted(self._tokens, scores.shape[1]))]
+            scores[:, known.to(scores.device)] = -torch.inf
+        return scores
+
+
 def spelled(texts: Iterable[str], tokenizer: Any) -> list[tuple[int, ...]]:
     """The words as a tokenizer spells them, with and without a space before; ValueError for one that it cannot."""
     found = dict[tuple[int, ...], None]()

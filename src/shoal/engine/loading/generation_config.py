@@ -165,6 +165,8 @@ def processors(
     import torch
     from transformers.generation import logits_process as hf
 
+    from shoal.engine.constraints.forbidden import Suppressed
+
     ids, length, device = torch.tensor([list(prompt)], device=device), len(prompt), str(device)
     first = length + (length == 1 and "forced_bos_token_id" in generation_rules)
     make = {
@@ -176,7 +178,7 @@ def processors(
         "min_length": lambda asked: hf.MinLengthLogitsProcessor(*asked, device=device),
         "forced_bos_token_id": hf.ForcedBOSTokenLogitsProcessor,
         "forced_eos_token_id": lambda token: hf.ForcedEOSTokenLogitsProcessor(length + most, token, device),
-        "suppress_tokens": lambda tokens: hf.SuppressTokensLogitsProcessor(tokens, device),
-        "begin_suppress_tokens": lambda tokens: hf.SuppressTokensAtBeginLogitsProcessor(tokens, first, device),
+        "suppress_tokens": Suppressed,
+        "begin_suppress_tokens": lambda tokens: Suppressed(tokens, first),
     }
     return tuple(make[name](value) for name, value in generation_rules.items())

@@ -81,9 +81,14 @@ class Encoder:
     def nbytes(self) -> int:
         """Bytes of its weights, and of as many of the largest sources as are kept, with one under way."""
         weights: int = packed_bytes(self.module) + sum(one.nbytes for one in self.module.parameters())
+        return weights + (_KEPT + 1) * self.source_bytes
+
+    @property
+    def source_bytes(self) -> int:
+        """Bytes of what the decoder reads of the largest source."""
         place = sum(self._runner.kv_sizes[0][0] * sum(self._runner.kv_sizes[0][1:]) * self._runner.dtype.itemsize
                     for layer in self._runner.weights.layers if layer.cross is not None)
-        return weights + (_KEPT + 1) * (self.places or _USUAL) * place
+        return (self.places or _USUAL) * place
 
     def read(self, ids: Sequence[int]) -> Encoded:
         """Encode a text, given as token ids.
