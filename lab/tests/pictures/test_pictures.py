@@ -14,6 +14,7 @@ import seers
 import shoal
 from shoal.engine.chats import read_chat
 from shoal_lab.methods.dynamic_pictures import DynamicPictures
+from shoal_lab.pictures import gate as training
 from shoal_lab.pictures import llava as small
 from shoal_lab.pictures.batches import CUE, PictureBatch, answer_logits, batch_of
 from shoal_lab.pictures.gate import GateTraining, noisy_gates, share_error
@@ -53,11 +54,11 @@ def test_questions_of_one_sequence_are_answered_as_each_alone() -> None:
     pictures = torch.randn(len(SCENES), TOKENS, 32)
     with torch.no_grad():
         found = answer_logits(model, batch := batch_of(SCENES, tokenizer), pictures)
-        at = 0
+        at, begin = 0, model.get_input_embeddings()(torch.tensor([[tokenizer.bos_token_id]]))
         for number, scene in enumerate(SCENES):
             for question in scene.questions:
                 ids = torch.tensor([tokenizer(f"\n{question.text}{CUE}")["input_ids"]])
-                states = torch.cat([pictures[number : number + 1], model.get_input_embeddings()(ids)], 1)
+                states = torch.cat([begin, pictures[number : number + 1], model.get_input_embeddings()(ids)], 1)
                 torch.testing.assert_close(found[at], model(inputs_embeds=states).logits[0, -1], rtol=0, atol=1e-5)
                 assert batch.answers[at] == tokenizer(f" {question.answer}")["input_ids"][0]
                 at += 1
@@ -76,7 +77,7 @@ def test_gates_are_whole_numbers_with_the_slope_of_a_sigmoid() -> None:
 
 def test_the_shares_error_is_that_of_each_picture() -> None:
     gates = torch.tensor([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0]])
-    assert share_error(gates, 0.25).item() == pytest.approx(100 * 0.5 * 0.5**2)
+    assert share_error(gates, 0.25).item() == pytest.approx(10 * 0.5 * 0.5**2)
     assert share_error(gates[:1], 0.25).item() == 0
 
 
@@ -98,27 +99,30 @@ def test_gates_take_tokens_out_of_later_layers(tmp_path: Path) -> None:
         model.shoal_gates = lambda states: states.new_ones(states.shape[:2])
         torch.testing.assert_close(answer_logits(model, batch, pictures), plain, rtol=0, atol=1e-5)
         model.shoal_gates = None
-        assert 0.2 < gates.mean() < 0.8
-        at, found = 0, list[Tensor]()
+        assert 0.6 < gates.mean() < 0.98
+        found, begin = list[Tensor](), model.get_input_embeddings()(torch.tensor([[tokenizer.bos_token_id]]))
         for number, scene in enumerate(SCENES):
             for question in scene.questions:
                 ids = torch.tensor([tokenizer(f"\n{question.text}{CUE}")["input_ids"]])
-                x = torch.cat([pictures[number : number + 1], model.get_input_embeddings()(ids)], 1)
+                x = torch.cat([begin, pictures[number : number + 1], model.get_input_embeddings()(ids)], 1)
                 places = torch.arange(x.shape[1])
                 for layer, block in enumerate(model.model.layers):
                     if layer == 2:
-                        open_ = torch.cat([gates[number] > 0, torch.ones(ids.shape[1], dtype=torch.bool)])
+                        text = torch.ones(1 + ids.shape[1], dtype=torch.bool)
+                        open_ = torch.cat([text[:1], gates[number] > 0, text[1:]])
                         x, places = x[:, open_], places[open_]
                     mask = torch.full((len(places),) * 2, float("-inf")).triu(1)[None, None]
                     x = block(x, attention_mask=mask, position_embeddings=model.model.rotary_emb(x, places[None]))
                 found.append(model.lm_head(model.model.norm(x))[0, -1])
-                at += 1
     wanted = torch.nn.functional.cross_entropy(torch.stack(found), batch.answers)
     torch.testing.assert_close(surprise, wanted, rtol=0, atol=1e-5)
     assert not torch.allclose(torch.stack(found), plain, atol=1e-2), "the gates did not matter"
 
 
-def test_training_goes_on_where_it_stopped_and_reaches_the_share(tmp_path: Path) -> None:
+def test_training_goes_on_where_it_stopped_and_reaches_the_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "_RATE", 0.02)  # for a small gate and few steps
     model, tokenizer = language_model()
     gate, *_ = trained(tmp_path, model, tokenizer, layer=1, keep=0.25)
     before = {name: one.clone() for name, one in gate.scores.state_dict().items()}
@@ -129,7 +133,7 @@ def test_training_goes_on_where_it_stopped_and_reaches_the_share(tmp_path: Path)
     assert again.steps == 6 and all(
         torch.equal(one, gate.scores.state_dict()[name]) for name, one in again.scores.state_dict().items())
     _, share = again.train(40, 600.0)
-    assert share == pytest.approx(0.25, abs=0.05)
+    assert share == pytest.approx(0.25, abs=0.08)
     with pytest.raises(ValueError, match=r"layer is 3; it must be in \[1, 2\]"):
         trained(tmp_path, model, tokenizer, layer=3)
 
@@ -153,7 +157,7 @@ def test_what_is_trained_is_a_checkpoint_that_the_engine_asks(tmp_path: Path, mo
     question = scene.questions[0]
     ids, pictures = read_chat(engine, asked_of(scene, question))
     token = tokenizer.convert_tokens_to_ids("<image>")
-    assert ids == [token] * TOKENS + tokenizer(f"\n{question.text}{CUE}")["input_ids"]
+    assert ids == [tokenizer.bos_token_id] + [token] * TOKENS + tokenizer(f"\n{question.text}{CUE}")["input_ids"]
     assert pictures is not None
     with torch.no_grad():
         seen = one.seer(batch_of([scene], tokenizer).pixels)[0]

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 CUE = " Answer:"
 """What stands between a question and its answer."""
+PICTURE = slice(1, 1 + TOKENS)
+"""Where the picture stands: behind a token of text, as models rest much of their attention on the first token."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class PictureBatch:
 
     Attributes:
         pixels: uint8 [B, 3, SIDE, SIDE].
-        tokens: int64 [B, T], ids of the questions; the first `TOKENS` columns stand for the picture.
+        tokens: int64 [B, T], ids of the questions; before them the first token, and `PICTURE`.
         positions: int64 [B, T], those that a token has where its question is the only one.
         seen: bool [B, 1, T, T].
         asked: bool [B, T], where an answer follows.
@@ -55,18 +57,19 @@ def normalised(pixels: Tensor) -> Tensor:
 def batch_of(scenes: Sequence[Scene], tokenizer: Any) -> PictureBatch:
     """The sequences of some pictures, padded to the longest."""
     asked = [[tokenizer(f"\n{one.text}{CUE}")["input_ids"] for one in scene.questions] for scene in scenes]
-    size = TOKENS + max(sum(map(len, one)) for one in asked)
+    size = PICTURE.stop + max(sum(map(len, one)) for one in asked)
     tokens, ends = torch.zeros(len(scenes), size, dtype=torch.int64), torch.zeros(len(scenes), size, dtype=torch.bool)
     positions = torch.arange(size).repeat(len(scenes), 1)
     causal = torch.ones(size, size, dtype=torch.bool).tril()
-    block = torch.full((len(scenes), size), -1)  # tokens of the picture; a pad is a question that nobody asks
-    block[:, TOKENS:] = len(max(asked, key=len))
+    block = torch.full((len(scenes), size), -1)  # what all see; a pad is a question that nobody asks
+    tokens[:, 0] = tokenizer.bos_token_id
+    block[:, PICTURE.stop :] = len(max(asked, key=len))
     for row, questions in enumerate(asked):
-        at = TOKENS
+        at = PICTURE.stop
         for number, ids in enumerate(questions):
             span = slice(at, at + len(ids))
             tokens[row, span], block[row, span] = torch.tensor(ids), number
-            positions[row, span] = torch.arange(TOKENS, TOKENS + len(ids))
+            positions[row, span] = torch.arange(PICTURE.stop, PICTURE.stop + len(ids))
             at += len(ids)
             ends[row, at - 1] = True
     seen = causal & ((block[:, None] == block[:, :, None]) | (block[:, None] < 0))
@@ -78,7 +81,7 @@ def batch_of(scenes: Sequence[Scene], tokenizer: Any) -> PictureBatch:
 def answer_logits(model: Any, batch: PictureBatch, pictures: Tensor) -> Tensor:
     """Logits [questions, V] where answers follow, of a frozen model that reads pictures [B, TOKENS, D] like these."""
     embedded = model.get_input_embeddings()(batch.tokens)
-    embedded = torch.cat([pictures.to(embedded), embedded[:, TOKENS:]], 1)
+    embedded = torch.cat([embedded[:, :1], pictures.to(embedded), embedded[:, PICTURE.stop :]], 1)
     mask = torch.zeros(batch.seen.shape, dtype=embedded.dtype).masked_fill(~batch.seen, torch.finfo(embedded.dtype).min)
     states = model.model(inputs_embeds=embedded, attention_mask=mask, position_ids=batch.positions,
                          use_cache=False).last_hidden_state[batch.asked]

@@ -21,14 +21,20 @@ from torch.nn.functional import cross_entropy
 from shoal import __version__
 from shoal.speculative.draft_head_file import CARD, FORMAT, TENSORS
 from shoal_lab.components.picture_gate import PictureScores
-from shoal_lab.pictures.batches import PictureBatch, answer_logits, batch_of
+from shoal_lab.pictures.batches import PICTURE, PictureBatch, answer_logits, batch_of
 from shoal_lab.pictures.shapes import TOKENS, Scene
 from shoal_lab.train import files
 from shoal_lab.train.context_gate import through_gates
 
-_RATIO, _COLDEST = 100.0, 0.1
-"""Weight of the share's error, as released, and the noise's last temperature."""
-_AT_ONCE, _RATE, _WARM = 8, 5e-4, 10
+_RATIO, _COLDEST = 10.0, 0.1
+"""Weight of the share's error, and the noise's last temperature. Released is a weight of 100 for 576 tokens: the noise
+of a mean of 36 gates would drown the answers in that."""
+_OPEN, _LOWERED = 0.9, 0.5
+"""Share of gates that are open at first, and of the steps in which the wanted share falls from 1: while most tokens are
+there, the answers tell what a single one is worth."""
+_WORTH = 1.0
+"""Most nats that one gate may be worth in its picture's answers; see `shoal_lab.train.context_gate`."""
+_AT_ONCE, _RATE, _WARM = 8, 7e-4, 10
 _FIRST = 900_000
 """Seed of the first picture: none is used to train the encoder."""
 KIND, _STATE = "dynamic_pictures", "gate.pt"
@@ -75,7 +81,7 @@ class GateTraining:
             torch.manual_seed(seed)
             self.scores = PictureScores(*self._sizes)
         with torch.no_grad():
-            self.scores.last.bias.fill_(math.log(keep / (1 - keep)))  # starts at the wanted share
+            self.scores.last.bias.fill_(math.log(_OPEN / (1 - _OPEN)))
         self.steps, self.seconds = 0, 0.0
         self._adam = torch.optim.AdamW(self.scores.parameters(), _RATE, weight_decay=0.0)
         if (folder / _STATE).exists():
@@ -93,7 +99,8 @@ class GateTraining:
                              self._tokenizer)
             surprise, gates = self.loss(batch, cold=max(_COLDEST, 1 - (1 - _COLDEST) * self.steps / steps))
             self._adam.zero_grad()
-            (surprise + share_error(gates, self._keep)).backward()
+            wanted = max(self._keep, 1 - (1 - self._keep) * self.steps / (_LOWERED * steps))
+            (surprise + share_error(gates, wanted)).backward()
             nn.utils.clip_grad_norm_(self.scores.parameters(), 1.0)
             for group in self._adam.param_groups:
                 group["lr"] = _RATE * min(1.0, (self.steps + 1) / _WARM) * max(0.1, 1 - self.steps / steps)
@@ -112,11 +119,15 @@ class GateTraining:
         made: list[Tensor] = []
 
         def gates(states: Tensor) -> Tensor:
-            scores = self.scores(states[:, :TOKENS].float())
+            scores = self.scores(states[:, PICTURE].float())
             even = torch.rand(scores.shape, generator=generator).clamp(1e-6, 1 - 1e-6)
             made.append(noisy_gates(scores, even.log() - (-even).log1p(), cold))
+            looked_at = made[0].clone()
+            if looked_at.requires_grad:
+                most = _WORTH / len(states)
+                looked_at.register_hook(lambda slope: slope.clamp(-most, most))
             rest = scores.new_ones(len(states), states.shape[1] - TOKENS)
-            return torch.cat([made[0], rest], 1).to(states)
+            return torch.cat([rest[:, :1], looked_at, rest[:, 1:]], 1).to(states)
 
         with torch.no_grad():
             pictures = self._seer(batch.pixels)

@@ -33,7 +33,8 @@ _RATE, _ASKING_RATE, _WARM = 1e-3, 3e-4, 50
 _STATE = "training.pt"
 WORDS = (COUNTS, tuple(COLOURS), KINDS)
 TEMPLATE = (
-    "{% for message in messages %}{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
     "{% for part in message['content'] %}{% if part['type'] == 'image' %}<image>{% else %}{{ '\\n' + part['text'] }}"
     "{% endif %}{% endfor %}{% endif %}{% endfor %}" + CUE)
 """A chat of one picture and one question."""
