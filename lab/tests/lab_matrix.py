@@ -19,6 +19,7 @@ from shoal_lab.methods.diffusion import Diffusion
 from shoal_lab.methods.diffusion_grammar import DiffusionGrammar
 from shoal_lab.methods.draft_and_verify import DraftAndVerify
 from shoal_lab.methods.dynamic_context import DynamicContext
+from shoal_lab.methods.dynamic_pictures import DynamicPictures
 from shoal_lab.methods.entropy_adaptive import EntropyAdaptive
 from shoal_lab.methods.fast_dllm import FastDLLM
 from shoal_lab.methods.first import First
@@ -111,6 +112,8 @@ LAB: tuple[Method, ...] = (
     First(part_for("first", "llama"), inner=D3(alpha=0.9, core=2)),
     DynamicContext(part_for("dynamic_context", "llama"), threshold=None),
     DynamicContext(part_for("dynamic_context", "llama"), every=2),
+    DynamicPictures(part_for("dynamic_pictures", "llama"), keep=1.0),
+    DynamicPictures(part_for("dynamic_pictures", "llama"), keep=0.5),
     ReadME(part_for("read_me", "llama"), experts=None),
     ReadME(part_for("read_me", "llama"), experts=2),
     Mustafar(sparsity=0.0),

@@ -16,6 +16,8 @@ from eagle_part import ECHOED, IDS, OTHERS, target
 from families import tiny
 from shoal.engine.engine import Engine
 from shoal.engine.loading.load import engine_for
+from shoal_lab.components.picture_gate import PictureScores
+from shoal_lab.pictures.gate import write_gate
 from shoal_lab.train.context_gate import ContextGateModule
 from shoal_lab.train.eagle import EagleModule, default_shape
 from shoal_lab.train.export import export
@@ -83,13 +85,32 @@ def written(module: ShippedModule, engine: Engine, folder: Path, **facts: Any) -
     return str(folder)
 
 
+def write_pictures(folder: Path, engine: Engine, prints: list[str], layer: int = 1) -> None:
+    """A random gate for pictures."""
+    torch.manual_seed(5)
+    scores = PictureScores(hidden_of(engine), 16)
+    _shake(scores, 0.2)
+    write_gate(folder, scores, layer, prints, engine.runner.num_layers)
+
+
+@functools.cache
+def pictures_part(engine: Engine) -> str:
+    """The folder of a random gate for pictures, for an engine's model."""
+    folder = Path(tempfile.mkdtemp(prefix="shoal-part-"))
+    write_pictures(folder, engine, [engine.fingerprint])
+    return str(folder)
+
+
 @functools.cache
 def part_for(kind: str, family: str) -> str:
     """The folder of a random component for the tiny model of a family; an equal one is reused."""
     engine = target(family)
     fresh = Path(tempfile.mkdtemp(prefix="shoal-part-"))
     prints = sorted({engine.fingerprint, *(_print(other, dtype) for other, dtype in OTHERS)})
-    written(MAKERS[kind](engine), engine, fresh, fingerprints=prints)
+    if kind == "dynamic_pictures":
+        write_pictures(fresh, engine, prints)
+    else:
+        written(MAKERS[kind](engine), engine, fresh, fingerprints=prints)
     kept = Path(tempfile.gettempdir()) / f"shoal-tests-{kind}-{family}"  # the same in every process: tests show it
     kept.mkdir(exist_ok=True)
     for file in fresh.iterdir():

@@ -322,7 +322,10 @@ class Batch:
         seqs = [share.seq for share in shares]
         working = any(seq.recipe.has_workers for seq in seqs)
         watched = self.components.watch(seqs, chunks) if working else ()
-        fed = self.components.with_experts(seqs, self.components.with_hooks(seqs, chunks)) if working else chunks
+        fed: Sequence[SequenceChunk] = chunks
+        if working:
+            fed = self.components.with_hooks(seqs, self.components.fitted(seqs, chunks))
+            fed = self.components.with_experts(seqs, fed)
         run: Any = self.runner.argmax if all([share.argmax for share in shares]) else self.runner.forward
         logits = split_wanted(run(fed, self.cache, *watched), chunks)
         ended: list[tuple[_Share, SequenceTarget]] = []

@@ -69,6 +69,11 @@ class Components:
         whole = (hook for hook, places in hooks if places is None and isinstance(hook, OfLayers))
         return (OfLayers(layers, show, next((hook.meanwhile for hook in whole if hook.meanwhile), None)),)
 
+    def fitted(self, seqs: Sequence[RunningSequence], chunks: Sequence[SequenceChunk]) -> Sequence[SequenceChunk]:
+        """The chunks of the next forward, with the layers that recipes' `keep` lets them run."""
+        return [chunk if (keeper := self._keeper(seq)) is None else keeper.chunk(seq, chunk)
+                for seq, chunk in zip(seqs, chunks, strict=True)]
+
     def with_hooks(self, seqs: Sequence[RunningSequence], chunks: Sequence[SequenceChunk]) -> Sequence[SequenceChunk]:
         """The chunks of the next forward, with their query hooks."""
         hooks: dict[int, list[QueryHook]] = {}

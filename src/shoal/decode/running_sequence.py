@@ -59,6 +59,7 @@ class RunningSequence(SequenceState):
         return self.recipe.branches(self.sampling.greedy)
 
     def check(self) -> None:
-        """Let the recipe's loop refuse options that it cannot honour."""
-        if self.recipe.loop is not None:
-            self.recipe.loop.check(self)
+        """Let the recipe's loop and `keep` refuse what they cannot honour."""
+        for component in (self.recipe.loop, self.recipe.keep):
+            if component is not None:
+                component.check(self)

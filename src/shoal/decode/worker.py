@@ -153,6 +153,10 @@ class Keeper(Worker, ABC):
     sequence keeps depends neither on how its prompt was cut nor on the sequences that shared its forwards.
     """
 
+    def chunk(self, seq: SequenceState, chunk: SequenceChunk) -> SequenceChunk:
+        """The chunk as it is run; of a prompt's piece fewer layers may do, if `rewrite` runs the others."""
+        return chunk
+
     @abstractmethod
     def next_length(self, seq: SequenceState, length: int) -> int:
         """The first length (in positions) above `length` at which `rewrite` is due."""
@@ -251,6 +255,10 @@ class Keep(Component[Keeper]):
     def untouched(self) -> int:
         """Length up to which a prompt stays whole, so that no slot is ranked."""
         return 0
+
+    def check(self, seq: SequenceState) -> None:
+        """Refuse, by Unsupported and before anything runs, a sequence whose source it cannot honour."""
+        return
 
     @abstractmethod
     def most_slots(self, length: int) -> int:

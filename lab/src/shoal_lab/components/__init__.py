@@ -1,1 +1,1 @@
-"""Components of methods under study: acceptance rules, routers and gates, formats of KV."""
+"""Components under study: acceptance rules, routers, gates, formats of KV."""

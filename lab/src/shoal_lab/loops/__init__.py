@@ -1,1 +1,1 @@
-"""Loops: steps that do something else than verify guesses or decode one token; one file each."""
+"""Loops: steps that do something else than verify guesses or decode one token."""

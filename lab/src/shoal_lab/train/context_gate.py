@@ -266,7 +266,7 @@ def _attend(
     if gates is not None:
         own = torch.eye(weights.shape[-1])
         weights = weights * (gates[:, None, None] * (1 - own) + own)
-    mixed = weights / weights.sum(-1, keepdim=True).clamp(min=1e-30) @ value
+    mixed = (weights / weights.sum(-1, keepdim=True).clamp(min=1e-30)).to(value.dtype) @ value
     return mixed.transpose(1, 2).contiguous(), None
 
 

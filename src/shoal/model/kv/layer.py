@@ -340,6 +340,13 @@ class KVLayer:
         move(tensors, chosen, to=0)
         self._note_rewrite(seq, chosen.shape[-1])
 
+    def skip(self, seq: int, count: int) -> None:
+        """Go on by `count` positions of which nothing is stored; raises as `keep_slots`."""
+        self._check_rewrite(seq, 0)
+        self.lengths[seq] += count
+        self.starts[seq] += count
+        self.rewritten[seq] = self.lengths[seq]
+
     def rewrite(self, seq: int, keys: Tensor, values: Tensor, bias: Tensor | None = None) -> None:
         """Replace all committed slots of the sequence by others.
 
