@@ -23,13 +23,15 @@ from shoal.engine.loading.load import engine_for
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.errors import Unsupported
 from shoal.methods import auto
-from shoal.methods.auto import Auto
+from shoal.methods.auto import Auto, CautiousDrafter
 from shoal.methods.eagle import Eagle
+from shoal.methods.full import Full
 from shoal.model.kv.cache import KVCache
 from shoal.speculative import draft_head_file
 from shoal.speculative.cost import budget, policy
 from shoal.speculative.cost.budget import SHARE, START, DraftBudget
 from shoal.speculative.cost.model import ForwardTimes
+from shoal.speculative.eagle import LayerDrafter
 from shoal.types import ModelInfo, Result
 
 
@@ -297,12 +299,38 @@ def test_the_part_that_ships_changes_no_token(
     found = shipped.generate(prompts, method=Auto(), **options)
     assert [one.tokens for one in found] == [one.tokens for one in plain]
     assert found[0].stats.draft_forwards > 0 and sum(one.stats.accepted for one in found) > 0
+    long = [*range(1, 91)]  # the part reads its end alone
+    plain, drafted = (shipped.generate(long, method=one, max_new_tokens=40, **sampling) for one in (Full(), Auto()))
+    assert drafted.tokens == plain.tokens and drafted.stats.draft_forwards > 0
+
+
+def test_a_step_in_which_a_part_was_not_asked_says_nothing_of_its_time(
+    shipped: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, timed = list[int](), list[int]()
+    propose, took = LayerDrafter.propose, policy.DrafterRecord.took
+
+    def asking(self: LayerDrafter, *args: object) -> object:
+        asked.append(1)
+        return propose(self, *args)  # type: ignore[arg-type]
+
+    def timing(self: policy.DrafterRecord, rows: int, guesses: int, share: float) -> None:
+        timed.append(rows)
+        took(self, rows, guesses, share)
+
+    monkeypatch.setattr(LayerDrafter, "propose", asking)
+    monkeypatch.setattr(policy.DrafterRecord, "took", timing)
+    monkeypatch.setattr(CautiousDrafter, "_spare", lambda *_: math.inf)
+    monkeypatch.setattr(policy.DrafterRecord, "_TRIES", 20)
+    shipped.generate([[5, 17, 80, 3, 41], [60, 2, 33]], method=Auto(), max_new_tokens=60, ignore_eos=True)
+    assert asked and len(timed) <= len(asked)
 
 
 @pytest.mark.slow
 def test_the_part_that_ships_rests_where_it_does_not_pay(shipped: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is asked again after a pause, when it has seen nothing of what was decoded in between but the end."""
     monkeypatch.setattr(policy, "MARGIN", 1e9)
+    monkeypatch.setattr(budget, "START", math.inf)  # whatever the trials cost
     prompt = [5, 17, 80, 3, 41]
     plain = shipped.generate(prompt, max_new_tokens=300, ignore_eos=True)
     found = shipped.generate(prompt, method=Auto(), max_new_tokens=300, ignore_eos=True)

@@ -227,7 +227,7 @@ class CautiousDrafter(Drafter):
         Several sequences whose guesses have saved nothing so far are asked for every other time.
         """
         if self._pauses and len(seqs) > 1:
-            self._pauses = False
+            self._pauses, self._helped = False, 0
             return [TokenTree.root(seq.tokens[-1]) for seq in seqs]
         matchers = [self._matchers[seq] for seq in seqs]
         for seq, matcher in zip(seqs, matchers, strict=True):
@@ -241,9 +241,11 @@ class CautiousDrafter(Drafter):
         if any(lengths) and not all(lengths):
             waiting = self._spare([seq for seq, length in zip(seqs, lengths, strict=True) if not length], count, START)
             lengths = self._lengths(matchers, limits, min(spare, waiting))
-        self._pauses = self._barren and not any(lengths)
         trees = [_chain(*each) for each in zip(seqs, matchers, lengths, strict=True)]
-        return trees if self._drafter is None else self._with_help(self._drafter, seqs, limits, trees, spare)
+        if self._drafter is not None:
+            trees = self._with_help(self._drafter, seqs, limits, trees, spare)
+        self._pauses = self._barren and all(len(tree) == 1 for tree in trees)
+        return trees
 
     def rests(self) -> int:
         """A few: where the text begins to repeat a passage, guesses pay only after some tokens of it."""

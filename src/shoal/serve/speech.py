@@ -273,12 +273,13 @@ def _read(given: Mapping[str, Any]) -> dict[str, Any]:
         if found["stream"] not in ("true", "false", "True", "False", "1", "0"):
             raise refused("stream", f"stream is {found['stream']!r:.100}; it must be true or false")
         found["stream"] = found["stream"] in ("true", "True", "1")
-    for name, begins in (("method", "["), ("method_args", "")):
-        if str(found.get(name) or " ").startswith(begins) and found.get(name):
+    for name in ("method", "method_args"):
+        value = found.get(name)
+        if value and (name == "method_args" or value.startswith("[")):  # a method alone is its name
             try:
-                found[name] = json.loads(found[name])
+                found[name] = json.loads(value)
             except ValueError:
-                raise refused(name, f"{name} is {found[name]!r:.100}; in a form it must be JSON") from None
+                raise refused(name, f"{name} is {value!r:.100}; in a form it must be JSON") from None
     return {name: value for name, value in found.items() if value != ""}
 
 

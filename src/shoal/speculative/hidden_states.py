@@ -88,17 +88,6 @@ class HiddenStates:
         one.states = None
         return found
 
-    @staticmethod
-    def _cut(one: _Read, states: list[Tensor], most: int) -> None:
-        """Leave the latest ones."""
-        more = sum(map(len, states)) - most
-        while more > 0:
-            head = states.pop(0)
-            if len(head) > more:
-                states.insert(0, head[more:].clone())
-            one.first += min(more, len(head))
-            more -= len(head)
-
     def _settled(self, seq: SequenceState) -> _Read:
         """The sequence's known states, after adding the states of its last forward at committed tokens."""
         one = self._hidden.setdefault(seq, _Read())
@@ -111,8 +100,8 @@ class HiddenStates:
             if not one.states or one.first + sum(map(len, one.states)) != base:
                 one.first, one.states = base, []
             one.states.append(kept)
-            if self._most is not None:
-                self._cut(one, one.states, self._most)
+            if self._most is not None and (more := sum(map(len, one.states)) - self._most) > 0:
+                one.first, one.states = one.first + more, [torch.cat(one.states)[more:].clone()]
         return one
 
 

@@ -12,7 +12,7 @@ from typing_extensions import override
 from shoal.decode.recipe import Recipe
 from shoal.decode.worker import Keep, Keeper
 from shoal.depth.plan import DepthPlan
-from shoal.methods.base import Method, whole_layers
+from shoal.methods.base import Method, check_layer, whole_layers
 from shoal.methods.common.drafting import made_of
 from shoal.methods.common.limits import Number, Positions, Seed
 from shoal.types import ModelInfo
@@ -75,9 +75,7 @@ class DynamicContext(Method):
         from shoal_lab.components.gate import TokenGate
 
         part, gate = made_of(self.name, self.part, info, TokenGate)
-        if gate.layer >= info.num_layers:
-            raise ValueError(f"the trained part {part.name!r} reads layer {gate.layer}; it must be in [1, "
-                             f"{info.num_layers - 1}] for this model. Train the part anew")
+        check_layer(f"the layer that the trained part {part.name!r} reads", gate.layer, info)
         return gate
 
 

@@ -13,7 +13,7 @@ from shoal.decode.recipe import Recipe
 from shoal.decode.worker import Keep, Keeper
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.errors import Unsupported
-from shoal.methods.base import Method
+from shoal.methods.base import Method, check_layer
 from shoal.methods.common.drafting import made_of
 from shoal.methods.common.limits import Seed, Share
 from shoal.speculative.per_sequence import PerSequence
@@ -81,9 +81,7 @@ class DynamicPictures(Method):
         from shoal_lab.components.picture_gate import PictureGate
 
         part, gate = made_of(self.name, self.part, info, PictureGate)
-        if gate.layer >= info.num_layers:
-            raise ValueError(f"the trained part {part.name!r} reads layer {gate.layer}; it must be in [1, "
-                             f"{info.num_layers - 1}] for this model. Train the part anew")
+        check_layer(f"the layer that the trained part {part.name!r} reads", gate.layer, info)
         return gate
 
 

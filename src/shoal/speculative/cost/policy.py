@@ -371,13 +371,13 @@ class DrafterRecord:
             most: guesses per sequence that there is room for.
             spare: plain steps that they may take if none is kept.
         """
-        pause = self._pause = self._pauses[load(seqs)]
-        reading = seqs * self._reading[load(seqs)] if self._behind else 0.0
+        size = load(seqs)
+        pause = self._pause = self._pauses[size]
+        reading = seqs * self._reading[size] if self._behind else 0.0
         most, room = affordable(most, spare - reading, lambda length: self._added(times, seqs, length)), most
         short = self._trial(times, seqs, pause.left) - spare
-        hopeless = not pause.left and times.widest(seqs) > 0 and not self._best(1.0, times, seqs, min(room, self._most))
         if not pause.left:
-            self._hopeless[load(seqs)] = hopeless
+            self._hopeless[size] = times.widest(seqs) > 0 and not self._best(1.0, times, seqs, min(room, self._most))
         if room and short > 0 and (pause.left or not most):
             pause.wait(self._awake + math.ceil(short / SHARE))
         if pause.left:
@@ -387,10 +387,10 @@ class DrafterRecord:
         if found:
             pause.end()
             return found
-        if self._tries > 0 and not hopeless:
+        if self._tries > 0 and not self._hopeless[size]:
             return min(1, most)
         rest = max(self._SHORTEST_REST, math.ceil(self._trial(times, seqs, self._awake) / self._TRIALS))
-        pause.begin(_FIRST_PAUSE if hopeless else rest)
+        pause.begin(_FIRST_PAUSE if self._hopeless[size] else rest)
         return 0
 
     def _best(self, rate: float, times: ForwardTimes, seqs: int, most: int) -> int:
