@@ -6,7 +6,8 @@
 Texts of one kind are answered greedily, `rows` of them at a time, each to its end or to `--new-tokens`. Plain decoding
 and the methods take turns, every other round backwards. Times are those of decoding, without prefill; a ratio is plain
 decoding's time over a method's in the same round on the same texts. Drafts change no token: `equal` counts the answers
-that equal plain decoding's, of `n`. The last line on stdout is the result as JSON.
+that equal plain decoding's, of `n`. No round knows the answers of another one: each has a salt. The last line on stdout
+is the result as JSON.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ def rows_of(
     ratios, answers = defaultdict[str, list[float]](list), defaultdict[str, list[Result]](list)
     for round_number in range(args.rounds):
         for group in groups:
-            found = {label: engine.generate(group, method=methods[label], max_new_tokens=args.new_tokens)
+            found = {label: engine.generate(group, method=methods[label], max_new_tokens=args.new_tokens,
+                                            cache_salt=f"{kind} {count} {round_number}")
                      for label in in_order(list(methods), round_number)}
             for label, results in found.items():
                 ratios[label].append(found[PLAIN][0].stats.decode_seconds / results[0].stats.decode_seconds)
