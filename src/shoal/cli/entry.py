@@ -44,7 +44,7 @@ COMMANDS = {
     "completion": "print a script that completes commands and options in a shell",
 }
 GROUP = "shoal.commands"
-LAB = ("bench", "bench-drafts", "bench-serve", "calibrate", "correctness", "eval", "plan", "prune", "train")
+LAB = ("bench", "bench-drafts", "bench-serve", "calibrate", "correctness", "eval", "plan", "prune", "studies", "train")
 """Commands of shoal-lab, to say where they come from while it is not installed."""
 FAILED, BAD_INPUT, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
 
