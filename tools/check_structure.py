@@ -96,6 +96,7 @@ all kinds, training that goes on from a part, guesses kept by place; 170: speech
 120: an encoder with a shallow decoder beside a decoder of equal size; 155: what drafts could bring at most;
 128: T5 beside another program; 1,030: generated pictures, a small LLaVA and the gate that drops its pictures' tokens;
 100: speech with drafts, in batches, by the hour;
+160: studies of other fields, listed and run;
 605: healing beside an encoder, batches by two
 lengths, what a decoder's layers are worth to a transcript."""
 MOST_IN_FOLDER = 20

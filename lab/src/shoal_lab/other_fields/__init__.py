@@ -1,6 +1,6 @@
 """Small studies of systems that decode no text, or decode it from something else; one file or folder each.
 
-A study is a module here with the names of `Study`. Nothing outside this folder imports one.
+A study is a module here with the names of `FieldStudy`. Nothing outside this folder imports one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Options:
     models: tuple[Path, ...] = ()
 
 
-class Study(Protocol):
+class FieldStudy(Protocol):
     """What a module of a study holds."""
 
     PAPER: str
@@ -60,7 +60,7 @@ def names() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
 
 
-def study(name: str) -> Study:
+def study(name: str) -> FieldStudy:
     """The study of a name.
 
     Raises:
@@ -68,7 +68,7 @@ def study(name: str) -> Study:
     """
     if name not in names():
         raise unknown("study", name, names())
-    return cast("Study", import_module(f"{__name__}.{name}"))
+    return cast("FieldStudy", import_module(f"{__name__}.{name}"))
 
 
 def reported(name: str) -> dict[str, Any] | None:
