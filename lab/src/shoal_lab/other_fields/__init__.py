@@ -1,6 +1,6 @@
-"""Small studies of systems that decode no text, or decode it from something else; one file or folder each.
+"""Small studies of other fields.
 
-A study is a module here with the names of `FieldStudy`. Nothing outside this folder imports one.
+The systems decode no text, or decode it from something else. A study is a module or a package here with the names of `FieldStudy`. Nothing outside this folder imports one.
 """
 
 from __future__ import annotations
