@@ -347,8 +347,7 @@ class EagleHead(JoinedHead):
             wishes, least: see `NativeModel.guess`.
         """
         assert self.chain is not None and isinstance(self._layer, _FedRunner)
-        if self._centred:  # the chain's own norm is without a mean
-            states = [self.read(one).float() for one in states]
+        states = [self.read(one).float() for one in states] if self._centred else states  # the chain's norm has no mean
         paths = self._layer.guess(chunks, cache, self.chain, states, [*map(self._share, tokens)], wishes, least)
         return [[self.names[place] for place in path] for path, _ in paths]
 

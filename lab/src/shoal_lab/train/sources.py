@@ -145,10 +145,10 @@ class Sources:
         return Features(self._encoder.place)
 
     def _samples(self, window: Sequence[int]) -> Samples:
-        varied, window = (window[1:3], window[3:]) if window[0] == _VARIED else ((), window)
+        if window[0] == _VARIED:
+            return _changed(self._samples(window[3:]), window[1], window[2], seed=window[4])
         cuts = zip(window[::3], window[1::3], window[2::3], strict=True)
-        heard = np.concatenate([self.sounds[file][first : first + count] for file, first, count in cuts])
-        return _changed(heard, *varied, window[1]) if varied else heard
+        return np.concatenate([self.sounds[file][first : first + count] for file, first, count in cuts])
 
 
 def _window(lengths: Sequence[int], dice: random.Random) -> Iterator[int]:
@@ -169,7 +169,8 @@ def _changed(heard: Samples, speed: int, above: int, seed: int) -> Samples:
     places = np.arange(0, len(heard) - 1, speed / 100)[: SECONDS * RATE]
     moved = np.interp(places, np.arange(len(heard)), heard)
     noise = np.random.default_rng(seed).standard_normal(len(moved)) * 10 ** (-above / 20)
-    return (moved + noise * np.sqrt((moved**2).mean())).astype(np.float32)
+    found: Samples = (moved + noise * np.sqrt((moved**2).mean())).astype(np.float32)
+    return found
 
 
 def plain(engine: Engine, dtype: torch.dtype) -> Any:
