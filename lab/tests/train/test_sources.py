@@ -27,7 +27,7 @@ from shoal_lab.train import buckets, corpus, export
 from shoal_lab.train.corpus import AnsweredText, CorpusWish
 from shoal_lab.train.heal import HealModule, body
 from shoal_lab.train.part import Base, TextBatch
-from shoal_lab.train.sources import Sources, plain
+from shoal_lab.train.sources import Sources, plain, spoken
 from whispers import tone, wav, whisper, write
 
 METHOD = Schedule(order=(1, 0), steps=(2, 5))
@@ -180,6 +180,16 @@ def test_a_layer_is_trained_on_transcripts_and_guesses(
         assert main(["transcribe", str(sounds[0]), "--model", str(folders["whisper"]), "--json", *more]) == 0
         found.append(json.loads(capsys.readouterr().out)["files"][0]["segments"])
     assert found[0] == found[1]
+
+
+def test_times_and_words_learned_first_are_guessed_beside_frequent_ones(folders: dict[str, Path]) -> None:
+    engine = shoal.load(str(folders["whisper"]))
+    first = engine.tokenizer.get_added_vocab()["<|0.00|>"]
+    found = spoken(engine, {3, first + 1}, 1600)
+    assert found[:2] == [first, first + 2] and len(found) == 1598 and {3, first + 1}.isdisjoint(found)
+    words = found[engine.runner.vocab_size - first - 1 :]
+    assert words == [token for token in range(len(words) + 1) if token != 3] != []
+    assert spoken(engine, {3}, 1) == []
 
 
 def test_varied_windows_are_said_at_other_speeds_under_noise(folders: dict[str, Path], sounds: list[Path]) -> None:

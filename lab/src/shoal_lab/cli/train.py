@@ -122,7 +122,7 @@ def add_arguments(parser: Parser) -> None:
     how.add_argument("--threads", metavar="N", type=int, help="CPU threads; as torch chooses if none")
     what = parser.add_argument_group("part")
     what.add_argument("--vocabulary", metavar="N", type=int, default=8192, help="tokens that are guessed: those that "
-                      "the answers use most")
+                      "the answers use most; with --speech filled up by those that its tokenizer learned first")
     what.add_argument("--depths", metavar="N", type=int, help="eagle: guesses in a row that are trained, 3 if none; "
                       "medusa: heads, 4 if none; ppd: places ahead, 3 if none")
     what.add_argument("--taps", metavar="L,...", help="eagle: read what enters these layers, in EAGLE-3's form; auto: "
@@ -469,7 +469,7 @@ def _module(
     from shoal_lab.train.part import Base, PartModule
     from shoal_lab.train.ppd import PromptModule
     from shoal_lab.train.read_me import ReadMEModule, group_neurons, some_answers
-    from shoal_lab.train.sources import plain
+    from shoal_lab.train.sources import plain, spoken
 
     if shape is not None:
         mask = mask_token(engine, answers, args.mask_token)
@@ -490,7 +490,8 @@ def _module(
     if args.start is not None:
         part = draft_head_file.read(str(args.start), args.part, engine.info())
         return EagleModule.going_on(Base(engine.runner), part, args.depths, args.seed)
-    ids = sorted({*answers.frequent(args.vocabulary), *engine.eos_token_ids})
+    often = {*answers.frequent(args.vocabulary), *engine.eos_token_ids}
+    ids = sorted(often if args.speech is None else {*often, *spoken(engine, often, args.vocabulary)})
     keep = args.keep or _KEEP.get(args.part, 1.0)
     if args.part == CONTEXT:
         check_lengths(answers)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -162,6 +162,16 @@ def _window(lengths: Sequence[int], dice: random.Random) -> Iterator[int]:
             return
         yield from (file, dice.randint(0, lengths[file] - count), count)
         room -= count
+
+
+def spoken(engine: Engine, often: Collection[int], most: int) -> list[int]:
+    """Tokens of transcripts, at most so many beside others that are frequent: times, then words by their numbers.
+
+    A minute of speech says few words; byte-pair encoding numbers tokens as it learned them, frequent ones first.
+    """
+    own = Listening.of(engine.tokenizer, engine.runner.vocab_size)
+    every = [*range(own.first_time, engine.runner.vocab_size), *range(own.end)]
+    return [token for token in every if token not in often][: max(0, most - len(often))]
 
 
 def _changed(heard: Samples, speed: int, above: int, seed: int) -> Samples:
