@@ -163,7 +163,7 @@ def make(
     """
     folder.mkdir(parents=True, exist_ok=True)
     facts = {"fingerprint": engine.fingerprint, "vocab_size": engine.runner.vocab_size, **_told(wish),
-             **({} if sources is None else sources.facts)}
+             **({} if sources is None else {**sources.facts, "shard": SOURCED})}
     _claim(folder / "corpus.json", facts)
     asked = _asked(folder / "prompts.json", prompts if sources is None else lambda: sources.ordered(prompts(), SOURCED))
     made, whole, size = sum(_size(path) for path in _shards(folder)), True, SHARD if sources is None else SOURCED
