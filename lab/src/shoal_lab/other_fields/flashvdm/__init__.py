@@ -54,7 +54,7 @@ def run(options: Options) -> dict[str, Any]:
                                              Fit(250 * longer, rate=5e-4, average=0.95), batch=32)
         surface = held_out.surface(_SURFACE, generator)
         with torch.inference_mode():
-            tested = coder.encode(surface)[0]
+            tested = coder.encode(surface)
         made, generation = _generation(teacher, student, coder.decoder, (mean, spread), solids, (held_out, tested))
         found = {"training_seconds": seconds, "vectors": latents.shape[1], "reconstruction": _reconstruction(
             coder.decoder, tested, held_out), "decoding": _decoding(coder.decoder, tested),
@@ -88,7 +88,7 @@ def _autoencoder(options: Options, solids: Solids, longer: int, generator: torch
 
     seconds = trained(options, f"flashvdm-autoencoder-{options.seed}", coder, Fit(1500 * longer), loss)
     with torch.inference_mode():
-        latents = torch.cat([coder.encode(part)[0] for part in surface.split(256)])
+        latents = torch.cat([coder.encode(part) for part in surface.split(256)])
     return coder, latents.clone(), {"autoencoder": seconds}
 
 

@@ -52,7 +52,7 @@ class Volume:
 
     def _answer(self, points: Tensor, key: Tensor, value: Tensor) -> Tensor:
         hidden, query = self.decoder.ask(points[None])
-        return self.decoder.answer(hidden, F.scaled_dot_product_attention(query, key, value)).squeeze(0)  # type: ignore[no-any-return]
+        return self.decoder.answer(hidden, query, key, value)[0]
 
     def _by_block(self, points: Tensor, keys: int) -> Tensor:
         cell = ((points + 1) / 2 * _BLOCKS).long().clamp(0, _BLOCKS - 1)

@@ -41,12 +41,12 @@ def run(options: Options) -> dict[str, Any]:
         generator = torch.Generator().manual_seed(options.seed)
         digits = Digits(options.seed)
         choose, test = (digits.pictures(part, generator) for part in ("choose", "test"))
-        one, seconds = _slimmable(options, digits, _INVARIANT, Fit(900 * longer, rate=3e-3))
-        plain, _ = _slimmable(options, digits, 0.0, Fit(900 * longer, rate=3e-3))
+        one, seconds = _slimmable(options, digits, _INVARIANT, Fit(1500 * longer, rate=3e-3))
+        plain, _ = _slimmable(options, digits, 0.0, Fit(1500 * longer, rate=3e-3))
         known = {widths: scores(one, choose, widths) for widths in ALL}
         without = {widths: scores(plain, choose, widths) for widths in ALL}
         picked = {budget: search(budget, 0.5, partial(_weighed, known, 0.5)) for budget in budgets()}
-        alone = {widths: _alone(options, digits, widths, Fit(900 * longer, rate=3e-3))
+        alone = {widths: _alone(options, digits, widths, Fit(1500 * longer, rate=3e-3))
                  for widths in dict.fromkeys(picked.values())}
         rows = [_row(budget, widths, scores(one, test, widths), scores(alone[widths][0], test, widths), known,
                      partial(scores, one, test)) for budget, widths in picked.items()]

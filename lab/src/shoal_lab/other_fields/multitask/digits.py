@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shoal_lab.other_fields.multitask.network import SIDE
 
-_NOISE, _MOVED, _INK = 0.6, 2, 0.35
+_NOISE, _MOVED, _INK = 0.4, 2, 0.35
 
 
 @dataclass(frozen=True)

@@ -61,13 +61,13 @@ class _Trained:
             torch.manual_seed(options.seed)
             student = Student(FlowTransformer(ours.shape[1], 8, 48, 3), self.teacher, (self.high, self.teachers),
                               weight)
-            self._train(name, student, 600, lambda some, one=student: one.loss(ours[some], theirs[some]),  # type: ignore[misc]
+            self._train(name, student, 1000, lambda some, one=student: one.loss(ours[some], theirs[some]),  # type: ignore[misc]
                         0.99)
             self.students[name] = student.flow
         self.first = Student(FlowTransformer(lows.shape[1], 8, 48, 3), self.teacher, (self.low, self.teachers), _WEIGHT)
-        self._train("first stage", self.first, 600, lambda some: self.first.loss(lows[some], theirs[some]), 0.99)
+        self._train("first stage", self.first, 1000, lambda some: self.first.loss(lows[some], theirs[some]), 0.99)
         self.second = Guided(FlowTransformer(ours.shape[1], 8, 48, 3), self.first.flow, (self.low, self.high))
-        self._train("second stage", self.second, 600, lambda some: self.second.loss(ours[some], lows[some]), 0.99)
+        self._train("second stage", self.second, 1000, lambda some: self.second.loss(ours[some], lows[some]), 0.99)
 
     def _train(self, name: str, module: torch.nn.Module, steps: int, loss: Callable[[Tensor], Tensor],
                average: float = 0.0) -> None:
