@@ -71,7 +71,7 @@ class Volume:
         few = inside[torch.linspace(0, len(inside) - 1, min(_ASKED, len(inside))).long()]
         query = self.decoder.ask(few[None])[1]
         weights = (query @ self._memory[0].transpose(-1, -2) / query.shape[-1] ** 0.5).softmax(-1)
-        return weights.mean(2).topk(keys, dim=-1).indices
+        return weights.mean(2).topk(keys, dim=-1).indices  # type: ignore[no-any-return]
 
 
 def dense(volume: Volume, resolution: int) -> Tensor:
