@@ -97,6 +97,9 @@ def test_a_jump_to_the_end_of_a_phase_is_the_teachers_step() -> None:
     data = torch.randn(64, 2, 3)
     assert float(distillation.loss(teacher, teacher, teacher, data, phases=5, fine=1)) < 1e-10
     assert float(distillation.loss(teacher, teacher, teacher, data, phases=5, fine=4)) > 1e-6
+    torch.nn.init.zeros_(teacher.out.weight)
+    torch.nn.init.ones_(teacher.out.bias)  # A straight path: all jumps along it end alike.
+    assert float(distillation.loss(teacher, teacher, teacher, data, phases=5, fine=4)) < 1e-10
 
 
 @pytest.mark.slow
