@@ -152,3 +152,5 @@ def test_what_was_found_holds() -> None:
         assert min(row[way]["least_iou"] for way in ("hierarchical", "signs only")) >= 0.99
         assert row["signs only"]["share"] < 0.1 and (row["resolution"] == 64 or row["hierarchical"]["share"] < 0.1)
     assert all(row["chosen"]["mean"] > row["random"]["mean"] for row in found["keys"])
+    few = found["generation"]
+    assert few["student 5"]["from_teacher_50"]["mean"] < few["teacher 5"]["from_teacher_50"]["mean"]
