@@ -106,11 +106,11 @@ def run(options: Options) -> dict[str, Any]:
 def headline(found: Mapping[str, Any]) -> str:
     """The finding in one sentence."""
     ways = found["ways"]
-    told = ", ".join(f"{name} {ways[key]['frechet']['distance']:.2f} +- {ways[key]['frechet']['half']:.2f} in "
+    told = ", ".join(f"{name} {ways[key]['frechet']['distance']:.3f} +- {ways[key]['frechet']['half']:.3f} in "
                      f"{1000 * ways[key]['seconds'] / ways[key]['n']:.0f} ms a video" for name, key in (
                          ("the teacher", "teacher"), ("the distilled student", "distilled"),
                          ("without distillation", "not distilled"), ("two stages", "two stages")))
-    return f"Frechet distance to held-out videos: {told}; other real videos {ways['real']['frechet']['distance']:.2f}"
+    return f"Frechet distance to held-out videos: {told}; other real videos {ways['real']['frechet']['distance']:.3f}"
 
 
 def _compared(made: _Trained, real: Tensor) -> tuple[dict[str, Any], dict[str, Tensor]]:
