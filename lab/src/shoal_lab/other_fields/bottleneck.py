@@ -1,6 +1,6 @@
 """Classes learnt one after another without forgetting: a frozen encoder, discrete keys, and values alone are trained.
 
-The discrete key-value bottleneck (sections 3 and 4 of the paper): each of `books` codebooks projects the encoder's
+The discrete key-value bottleneck (figure 1 of the paper): each of `books` codebooks projects the encoder's
 output by a random matrix of its own and snaps it to the nearest of its keys; the values of the keys are averaged, and
 softmax decodes the mean. Keys are set by moving averages before, without labels. A step then moves values of the keys
 that its images hit, and no other. What differs from the paper: no encoder trained on ImageNet, but features that
@@ -232,7 +232,7 @@ def encoder(seed: int) -> Callable[[Tensor], Tensor]:
 
 
 def placed(sizes: Bottleneck, features: Tensor, generator: Any) -> Keys:
-    """Keys after moving averages over features without labels (section 3, initialisation of keys)."""
+    """Keys after moving averages over features without labels."""
     shape = sizes.books, features.shape[1], sizes.width
     projections = torch.randn(shape, generator=generator) / features.shape[1] ** 0.5
     heads = torch.einsum("nf,bfw->bnw", features, projections)

@@ -1,6 +1,6 @@
 """Lossless compression with a probabilistic circuit: exact conditionals of all prefixes, and an arithmetic coder.
 
-The circuit is a hidden Chow-Liu tree (section 4 of the paper), learnt by expectation and maximisation on the digits of
+The circuit is a hidden Chow-Liu tree of the paper, learnt by expectation and maximisation on the digits of
 scikit-learn, and on pieces of its two photographs in 16 greys. What differs from the paper: small images, one circuit
 of at most 16 states in numpy, no neural part. Guesses, where our notes are thin: the tree's root is its centre, what
 lies below a node is visited before it and the largest part first, and pseudocounts.

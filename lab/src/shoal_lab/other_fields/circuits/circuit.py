@@ -2,7 +2,8 @@
 
 - `naive`: all units anew for each prefix.
 - `path`: only units whose scope holds the new pixel, up to the lowest node below which all of the prefix lies; above it
-  nothing is known, and the marginal law of its hidden state, computed once, closes the sum (theorem 1, algorithm 1).
+  nothing is known, and the marginal law of its hidden state, computed once, closes the sum. It is what the
+  paper bounds by O(log D) times the circuit, where naive takes D times; the bound holds where the tree is balanced.
 - `walk`: top-down values are kept as well, so that each edge of the tree is passed twice in all. It is not in our notes
   of the paper. The coder uses it, since it gives the laws of pixels whole.
 

@@ -1,10 +1,10 @@
 """Draws from a continuous model, alone or with a draft whose tokens it accepts by the ratio of two densities.
 
-Target and draft denoise from the same noise, step by step with the same noise (trajectory alignment, section 4.2 of the
-paper). What the shared noises leave open is each model's last step, a Gaussian: given them, acceptance with
-min(1, p / q) and a residual by acceptance and rejection are exact as they are for words, and so they are on average
-over the noises. The paper multiplies p / q by the product of the ratios of all earlier deviations (its equation 9);
-with deviations that differ this is no longer exact, and `RULES["scaled"]` shows how much.
+Target and draft denoise from the same noise, step by step with the same noise (the paper's trajectory alignment). What
+the shared noises leave open is each model's last step, a Gaussian: given them, acceptance with min(1, p / q) and a
+residual by acceptance and rejection are exact as they are for words, and so they are on average over the noises. The
+paper multiplies p / q by the product of the ratios of all earlier deviations; where these differ that is no longer
+exact, and `RULES["scaled"]` shows by how much.
 """
 
 from __future__ import annotations
@@ -108,10 +108,11 @@ def last_step(model: ContinuousModel, condition: Tensor, noises: Tensor) -> Last
 
 
 def residual(target: Last, draft: Last, scale: Tensor, generator: torch.Generator) -> tuple[Tensor, int]:
-    """Tokens (rows, WIDTH) of laws in proportion to max(0, scale * p - q), and how many were given up (section 4.3).
+    """Tokens (rows, WIDTH) of laws in proportion to max(0, scale * p - q), and how many were given up.
 
-    `scale` is a logarithm. A proposal from p is kept with probability max(0, 1 - q / (scale * p)); the integral is
-    never needed. Given a rejection 1 / TV(p, q) proposals are expected, so one for each token judged.
+    `scale` is a logarithm. After the paper's acceptance-rejection sampling: a proposal from p is kept with probability
+    max(0, 1 - q / (scale * p)), and the integral is never needed. Given a rejection 1 / TV(p, q) proposals are
+    expected, so one for each token judged.
     """
     found, tries = target.drawn(generator), 0
     rows = torch.arange(len(found))
@@ -138,7 +139,7 @@ def draw(target: ContinuousModel, labels: Tensor, generator: torch.Generator, *,
         draft: A model that guesses; without one each token takes a forward of the target.
         guesses: Tokens drafted for each forward of the target, at least 1.
         rule: How they are accepted.
-        prefill: Tokens that the target draws alone before the first guess (section 4.2, token pre-filling).
+        prefill: Tokens that the target draws alone before the first guess (the paper's token pre-filling).
 
     Raises:
         ValueError: A number outside its range, or models with other noise levels.
