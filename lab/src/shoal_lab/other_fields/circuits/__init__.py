@@ -46,7 +46,7 @@ def study(images: int, states: int, rounds: int, seed: int, to: Path | None = No
     """
     from shoal_lab.other_fields.circuits.circuit import KINDS
 
-    found = {name: _measured(pieces(), levels, images, states, rounds, seed) for name, (pieces, levels) in DATA.items()}
+    found = {name: _measured(made(), levels, images, states, rounds, seed) for name, (made, levels) in DATA.items()}
     balanced = {2**depth - 1: halves(depth).visits() for depth in range(3, 13)}
     report = {"images": images, "states": states, "rounds": rounds, "units_of_a_node": KINDS * states,
               "data": found, "balanced": balanced}

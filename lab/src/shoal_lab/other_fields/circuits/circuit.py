@@ -58,7 +58,8 @@ class Tree:
             below[node].sort(key=lambda child: -size[child])
             size[node] += sum(size[child] for child in below[node])
         object.__setattr__(self, "children", tuple(map(tuple, below)))
-        order, ahead = [], list(roots)
+        order: list[int] = []
+        ahead = list(roots)
         while ahead:  # the reverse of: a node, then what is below it, the smallest part first
             order.append(ahead.pop())
             ahead += below[order[-1]]
@@ -208,7 +209,8 @@ class Circuit:
         tree, shape = self.tree, (len(images), self.edges.shape[2])
         priors, ones = self.priors(), np.ones(shape)
         known = {node: np.zeros(len(images)) for node in tree.order}  # logs of what sums were scaled by
-        up, seen, found = dict.fromkeys(tree.order, ones), set(), []
+        up, seen = dict.fromkeys(tree.order, ones), set[int]()
+        found: list[Floats] = []
         for at, path in enumerate(tree.paths()):
             seen.add(tree.order[at])
             for node in tree.order if way == "naive" else path:
