@@ -226,7 +226,8 @@ def encoder(seed: int) -> Callable[[Tensor], Tensor]:
         patches = normal(F.unfold(images[:, None], FIELD).transpose(1, 2))
         away = torch.cdist(patches, words)
         near = (away.mean(-1, keepdim=True) - away).clamp(min=0).transpose(1, 2).unflatten(2, (side, side))
-        return F.adaptive_avg_pool2d(near, 2).flatten(1) * side * side / 16
+        found: Tensor = F.adaptive_avg_pool2d(near, 2).flatten(1) * side * side / 16
+        return found
 
     return encode
 

@@ -164,7 +164,7 @@ def _interval(bits: Floats) -> list[float]:
 def _counted(circuit: Circuit, images: Ints) -> float:
     before = circuit.visited
     circuit.prefixes(images, "path")
-    return (circuit.visited - before) / images.shape[1]
+    return float((circuit.visited - before) / images.shape[1])
 
 
 def _walked(walk: Any, images: Ints) -> float:

@@ -274,4 +274,5 @@ class Walk:
 
 def unit(values: Floats) -> Floats:
     """Rows that sum to 1."""
-    return values / values.sum(1, keepdims=True)
+    found: Floats = values / values.sum(1, keepdims=True)
+    return found
