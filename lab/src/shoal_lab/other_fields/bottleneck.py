@@ -215,7 +215,8 @@ def encoder(seed: int) -> Callable[[Tensor], Tensor]:
 
     def normal(patches: Tensor) -> Tensor:
         patches = patches - patches.mean(-1, keepdim=True)
-        return patches / (patches.norm(dim=-1, keepdim=True) + 0.1)
+        found: Tensor = patches / (patches.norm(dim=-1, keepdim=True) + 0.1)
+        return found
 
     seen = normal(photographs(FIELD, 5000, seed).flatten(1))
     fit = MiniBatchKMeans(WORDS, random_state=seed, n_init=3, batch_size=1024).fit(seen.numpy())
@@ -226,8 +227,7 @@ def encoder(seed: int) -> Callable[[Tensor], Tensor]:
         patches = normal(F.unfold(images[:, None], FIELD).transpose(1, 2))
         away = torch.cdist(patches, words)
         near = (away.mean(-1, keepdim=True) - away).clamp(min=0).transpose(1, 2).unflatten(2, (side, side))
-        found: Tensor = F.adaptive_avg_pool2d(near, 2).flatten(1) * side * side / 16
-        return found
+        return F.adaptive_avg_pool2d(near, 2).flatten(1) * side * side / 16
 
     return encode
 
