@@ -123,6 +123,13 @@ def test_a_prompt_that_begins_alike_is_read_once_and_says_the_same(server: Serve
 
 
 @pytest.mark.slow
+def test_a_prompt_long_enough_for_two_waves_says_the_same(server: Server, oracle: Any) -> None:
+    prompt = " ".join(f"{word} {number}" for number in range(12) for word in PROMPTS[0].split())
+    assert len(prompt) > 256
+    assert server.tokens(prompt) == said_by_one(oracle, prompt)
+
+
+@pytest.mark.slow
 def test_a_constraint_holds_and_a_stop_ends(server: Server, oracle: Any) -> None:
     pytest.importorskip("llguidance")
     bound = server.ask(PROMPTS[0], guided_regex="[a-c]{5}", method="full").json()["choices"][0]["text"]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -31,9 +32,10 @@ from shoal.engine.memory.amounts import free
 from shoal.engine.request import Request
 from shoal.engine.scheduling.batching import Recipes
 from shoal.engine.scheduling.request_handle import Deliver, Item, RequestHandle
-from shoal.engine.scheduling.scheduler import Scheduler
+from shoal.engine.scheduling.scheduler import PROMPTS_ALONE, Scheduler
 from shoal.engine.scheduling.turns import FairTurns
 from shoal.errors import Closed, Unsupported
+from shoal.model.hf import HFRunner
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -100,6 +102,8 @@ class LockstepScheduler(Scheduler):
             options["kv_bytes"] = (free(engine.runner.device) or 1 << 62) // (2 * local)
         options = {**ranks.agree(options), "kv_bytes": self._wire.least([options["kv_bytes"]])[0]}
         engine.card = ranks.agree(engine.card)
+        if ranks.size == 2 and engine.runner.device.type == "cpu" and isinstance(engine.runner, HFRunner):
+            engine.runner.weave_in(options.get("prefill_chunk") or PROMPTS_ALONE, ranks.agree)
         engine.ranks = replace(ranks, told=True)
         engine.runner.forward = _or_part(engine.runner.forward)  # type: ignore[method-assign]
         self._turns = _OwnTurns()
@@ -121,6 +125,11 @@ class LockstepScheduler(Scheduler):
                               "Use one process, or a schema, an expression or a grammar")
         request, (ids,) = self.engine.read([prompt], request)
         asked = _Asked(_Told(ids, request, n, canvas), deliver)
+        try:
+            pickle.dumps(asked.told)
+        except Exception as error:
+            raise Unsupported(f"this request in {_SHARED}", f"it cannot be sent to the others: {line_of(error)}",
+                              "Give options without functions or models of your own") from None
         with self._wake:
             if self._closing:
                 raise self._closed()

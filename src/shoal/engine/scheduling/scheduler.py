@@ -34,7 +34,7 @@ from shoal.errors import Closed, Interrupted, QueueFull, Unsupported
 from shoal.methods import make
 from shoal.model.kv.room import KVRoom, Need
 
-_CHUNK, _ALONE = 64, 256
+_CHUNK, PROMPTS_ALONE = 64, 256
 """Tokens of a forward that reads prompts: beside sequences that decode, and where no sequence decodes."""
 _DOZE = 0.1
 """Most seconds to sleep where all sequences under way wait for answers."""
@@ -79,7 +79,7 @@ class Scheduler:
         if prefix_bytes is not None and prefix_bytes < 0:
             raise ValueError(f"prefix_bytes is {prefix_bytes}; it must be >= 0 (0 keeps nothing)")
         self.prefill_chunk = prefill_chunk or min(_CHUNK, engine.runner.prefill_chunk)
-        self._alone = prefill_chunk or min(_ALONE, engine.runner.prefill_chunk)
+        self._alone = prefill_chunk or min(PROMPTS_ALONE, engine.runner.prefill_chunk)
         if engine.limit is not None:
             left = engine.limit.for_seqs(engine, max(self._alone, max_seqs * _GUESSING))
             kv_bytes, prefix_bytes = _within(left, kv_bytes, prefix_bytes)
