@@ -1,12 +1,13 @@
 """One of two processes that share a model: runs forwards in one wave and in two, and writes how they differ.
 
-argv: where to write, a folder of a model. Started by torchrun.
+argv: where to write, folders of models. Started by torchrun.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,32 +39,39 @@ def logits_and_kv(runner: Any, sizes: list[int], before: int) -> list[torch.Tens
     return [logits, *kept]
 
 
+def compared(runner: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """How a forward in two waves differs from one, and from what it is without a weave."""
+    from shoal.model.weave import weave_of
+
+    plain = {name: logits_and_kv(runner, *case) for name, case in CASES.items()}
+    weave = runner.weave = weave_of(runner.parts.layers)
+    assert weave is not None
+    for name, case in CASES.items():
+        found = {}
+        for cut in (False, True):
+            weave.sizes, weave.spans = {128: cut}, []
+            found[cut] = logits_and_kv(runner, *case)
+        pairs = zip(plain[name], found[True], strict=True)
+        yield name, {
+            "equal": all(map(torch.equal, found[False], found[True])),
+            "far": max(float((a - b).abs().max() / a.abs().max()) for a, b in pairs),
+            "spans": [[span.wave, span.what] for span in weave.spans if span.what != "send"],
+            "waves": len({span.wave for span in weave.spans}),
+        }
+
+
 def main() -> None:
     import shoal
     from shoal.engine.loading import ranks
-    from shoal.model.weave import weave_of
 
     report: dict[str, Any] = {}
-    for dtype in ("float32", "bfloat16"):
-        engine = shoal.load(sys.argv[2], dtype=dtype, device="cpu", tensor_parallel=True)
-        plain = {name: logits_and_kv(engine.runner, *case) for name, case in CASES.items()}
-        weave = engine.runner.weave = weave_of(engine.runner.parts.layers)
-        for name, case in CASES.items():
-            found = {}
-            for cut in (False, True):
-                weave.sizes, weave.spans = {128: cut}, []
-                found[cut] = logits_and_kv(engine.runner, *case)
-            report[f"{name} {dtype}"] = {
-                "equal": all(map(torch.equal, found[False], found[True])),
-                "far": max(float((a - b).abs().max() / a.abs().max()) 
-                           for a, b in zip(plain[name], found[True], strict=True)),
-                "spans": [[span.wave, span.what] for span in weave.spans if span.what != "send"],
-                "waves": len({span.wave for span in weave.spans}),
-            }
-        engine.runner.weave = None
-    tuned = shoal.load(sys.argv[2], dtype="float32", device="cpu", tensor_parallel=True)
-    tuned.runner.weave_in(256, tuned.ranks.agree)
-    report["tuned"] = None if tuned.runner.weave is None else tuned.runner.weave.sizes
+    for folder in sys.argv[2:]:
+        for dtype in ("float32", "bfloat16"):
+            engine = shoal.load(folder, dtype=dtype, device="cpu", tensor_parallel=True)
+            report |= {f"{Path(folder).name} {name} {dtype}": found for name, found in compared(engine.runner)}
+    engine.runner.weave = None
+    engine.runner.weave_in(256, engine.ranks.agree)
+    report["tuned"] = None if engine.runner.weave is None else engine.runner.weave.sizes
     Path(f"{sys.argv[1]}.{engine.ranks.rank}").write_text(json.dumps(report))
     ranks.leave()
 

@@ -186,7 +186,7 @@ def measure(
     return {
         "tokens": size, "seconds": seconds, "medians": middle, "gain": middle["off"] / middle["two"],
         "gain_over_one": middle["one"] / middle["two"], "equal": torch.equal(logits["one"], logits["two"]),
-        "in_flight_share": total["send"] / whole, "hidden_share": 1 - total["wait"] / total["send"],
+        "in_flight_share": total["send"] / whole, "hidden_share": 1 - total["wait"] / max(total["send"], 1e-9),
         "timeline": [[span.wave, span.what, round(span.first - began, 5), round(span.last - began, 5)]
                      for span in spans[:24]],
     }

@@ -17,7 +17,7 @@ from shoal.model.runner import SequenceChunk
 from shoal.model.weave import Weave
 from two_processes import torchrun
 
-LAYERS = 3
+LAYERS, FAMILIES = 3, ("llama", "hybrid")
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +25,9 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     if not torch.distributed.is_available() or sys.platform == "win32":
         pytest.skip("torch is built without gloo here")
     home = tmp_path_factory.mktemp("woven")
-    tiny("llama", layers=LAYERS, hidden_size=64, intermediate_size=160).save_pretrained(home / "model")
-    done = torchrun(woven.__file__, home / "report", home / "model")
+    for family in FAMILIES:
+        tiny(family, layers=LAYERS).save_pretrained(home / family)
+    done = torchrun(woven.__file__, home / "report", *(home / family for family in FAMILIES))
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads((home / f"report.{rank}").read_text()) for rank in (0, 1)]
 
@@ -34,18 +35,19 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", list(woven.CASES))
-def test_two_waves_have_the_bits_of_one(reports: list[dict[str, Any]], name: str, dtype: str) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_waves_have_the_bits_of_one(reports: list[dict[str, Any]], family: str, name: str, dtype: str) -> None:
     for report in reports:
-        found = report[f"{name} {dtype}"]
+        found = report[f"{family} {name} {dtype}"]
         assert found["equal"]
         assert found["far"] < (1e-5 if dtype == "float32" else 0.05), "not what it is without a weave"
-    assert reports[0][f"{name} {dtype}"]["waves"] == (0 if name in ("short", "many") else 2)
+    assert found["waves"] == (0 if name in ("short", "many") else 2)
 
 
 @pytest.mark.slow
 def test_an_all_reduce_runs_while_the_other_wave_computes(reports: list[dict[str, Any]]) -> None:
     """Order of events: each wave computes between sending its part and waiting for the other's."""
-    spans = [(wave, what) for wave, what in reports[0]["one float32"]["spans"]]
+    spans = [(wave, what) for wave, what in reports[0]["llama one float32"]["spans"]]
     a, b = [(0, "compute"), (0, "wait")], [(1, "compute"), (1, "wait")]
     assert spans[:3] == [a[0], b[0], a[1]] and spans.count(a[1]) == spans.count(b[1]) == 2 * LAYERS
     for place, span in enumerate(spans[:-2]):

@@ -155,9 +155,10 @@ class HFRunner(ModelRunner):
         start: Start | None = None,
     ) -> Tensor:
         self.check_cache(cache)
-        if self.weave is not None and hook is None and self.weave.takes(chunks):
-            return self._woven(self.weave, chunks, cache, start)
         apart = reads_apart(chunks, cache)
+        if (self.weave is not None and hook is None and not apart and self.weave.takes(chunks)
+                and not any(cache.has_store(chunk.seq) for chunk in chunks)):
+            return self._woven(self.weave, chunks, cache, start)
         if apart and not self.prepacks:
             raise Unsupported("to choose what queries read, or to weigh it", "this model's attention cannot be told",
                               "Decode without the method that asks for it")
@@ -193,9 +194,9 @@ class HFRunner(ModelRunner):
     ) -> Tensor:
         """The same forward in two waves of tokens, or in one with the same bits."""
         waves, calls = weave.cut(chunks), list[_PrepackedCall]()
+        rows = {chunk.seq: row for row, chunk in enumerate(chunks)}
         for wave in waves:
-            hidden = None if start is None else [start.hidden[chunk.seq][chunk.fed :][: len(chunk.tokens)]
-                                                 for chunk in wave]
+            hidden = None if start is None else [start.hidden[rows[chunk.seq], chunk.fed :] for chunk in wave]
             calls.append(_PrepackedCall(self, wave, cache, hidden, TILE))
         weave.run([partial(run_layers, self.num_layers, wave, cache, call.run, call.padded, None, start, None)
                    for wave, call in zip(waves, calls, strict=True)])
