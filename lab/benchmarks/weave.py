@@ -2,24 +2,31 @@
 
     sudo python lab/benchmarks/weave.py [--delays 0,0.5,2,5] [--sizes 128,256,512] [--layers 4] [--rounds 5]
 
-Two network namespaces are joined by a pair of virtual devices, each of which delays what it sends by that many
-milliseconds (`tc qdisc netem`); a process with one thread runs in each. The model has random float32 weights in the
+A process with one thread runs in each of two network namespaces. Without a delay these are joined by a pair of virtual
+devices; else by two TUN devices, between which a thread hands packets on after that many milliseconds (not every kernel
+has `tc qdisc netem`). It takes some of the processors' time. The model has random float32 weights in the
 shape of Qwen2.5-0.5B, with fewer layers and a small vocabulary. By turns each forward runs as without a weave ("off"),
 in one wave with attention in tiles ("one"), and in two ("two"); medians count. A timeline of one more forward in two
-waves tells how long sums were under way, and how long a process waited for them: the rest was hidden. "on" is what
+waves tells in how much of the time with a sum under way process 0 computed: that much was hidden. "on" is what
 `Weave.tune` decides there, which is what a server does when it starts.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import select
+import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -35,7 +42,7 @@ from shoal.model import weave as weaves
 from shoal.model.runner import SequenceChunk
 
 SPACES, DEVICES, HOSTS = ("shoal-a", "shoal-b"), ("weave-a", "weave-b"), ("10.211.7.1", "10.211.7.2")
-WIDTH = 896
+WIDTH, MTU = 896, 65_000
 MODES = ("off", "one", "two")
 LEAST = 0.98
 """Speed over that without a weave below which a size that is on would be a fault."""
@@ -80,22 +87,58 @@ def make_model(folder: Path, layers: int) -> None:
 def joined(delay: float) -> Iterator[None]:
     """Two namespaces and the line between them."""
     _clear()
+    ends = list[int]()
     try:
         for space in SPACES:
             _run("ip", "netns", "add", space)
-        _run("ip", "link", "add", DEVICES[0], "netns", SPACES[0], "type", "veth", "peer", "name", DEVICES[1], "netns",
-             SPACES[1])
+        if delay:
+            ends = [tun(device) for device in DEVICES]
+        else:
+            _run("ip", "link", "add", DEVICES[0], "type", "veth", "peer", "name", DEVICES[1])
         for space, device, host in zip(SPACES, DEVICES, HOSTS, strict=True):
-            inside = ("ip", "netns", "exec", space)
-            _run(*inside, "ip", "addr", "add", f"{host}/24", "dev", device)
-            for name in ("lo", device):
-                _run(*inside, "ip", "link", "set", name, "up")
-            if delay:
-                _run(*inside, "tc", "qdisc", "add", "dev", device, "root", "netem", "delay", f"{delay}ms", "limit",
-                     "100000")
-        yield
+            _run("ip", "link", "set", device, "netns", space)
+            inside = ("ip", "netns", "exec", space, "ip")
+            _run(*inside, "addr", "add", f"{host}/24", "dev", device)
+            _run(*inside, "link", "set", device, "up", "mtu", str(MTU), "txqueuelen", "10000")
+            _run(*inside, "link", "set", "lo", "up")
+        yield from _relayed(ends, delay / 1000)
     finally:
         _clear()
+
+
+def _relayed(ends: list[int], delay: float) -> Iterator[None]:
+    """Hand packets on meanwhile, if there are two ends."""
+    over = threading.Event()
+    relays = [threading.Thread(target=hand_on, args=(*ends, delay, over))] if ends else []
+    for relay in relays:
+        relay.start()
+    try:
+        yield
+    finally:
+        over.set()
+        for relay in relays:
+            relay.join()
+
+
+def tun(name: str) -> int:
+    """A new TUN device: what is written to it arrives there, and what is sent there is read from it."""
+    end = os.open("/dev/net/tun", os.O_RDWR)
+    fcntl.ioctl(end, 0x400454CA, struct.pack("16sH22x", name.encode(), 0x1001))  # TUNSETIFF, IFF_TUN | IFF_NO_PI
+    return end
+
+
+def hand_on(one: int, other: int, delay: float, over: threading.Event) -> None:
+    """Hand packets on between two devices, each after some seconds."""
+    waiting = deque[tuple[float, int, bytes]]()
+    while not over.is_set():
+        left = waiting[0][0] - time.monotonic() if waiting else 0.1
+        for end in select.select([one, other], [], [], max(0.0, left))[0]:
+            packet = os.read(end, 1 << 16)
+            waiting.append((time.monotonic() + delay, other if end == one else one, packet))
+        while waiting and waiting[0][0] <= time.monotonic():
+            os.write(*waiting.popleft()[1:])
+    for end in (one, other):
+        os.close(end)
 
 
 def _clear() -> None:
@@ -181,15 +224,23 @@ def measure(
     forward(size)
     whole, spans, weave.spans = time.perf_counter() - began, weave.spans, None
     time.sleep(0.05)  # the last callbacks
-    total = {what: sum(span.last - span.first for span in spans if span.what == what) for what in ("send", "wait")}
     middle = {mode: median(own) for mode, own in seconds.items()}
     return {
         "tokens": size, "seconds": seconds, "medians": middle, "gain": middle["off"] / middle["two"],
         "gain_over_one": middle["one"] / middle["two"], "equal": torch.equal(logits["one"], logits["two"]),
-        "in_flight_share": total["send"] / whole, "hidden_share": 1 - total["wait"] / max(total["send"], 1e-9),
+        "seconds_of_timeline": whole, "computing_share": computing_share(spans),
         "timeline": [[span.wave, span.what, round(span.first - began, 5), round(span.last - began, 5)]
                      for span in spans[:24]],
     }
+
+
+def computing_share(spans: Sequence[weaves.Span]) -> float:
+    """The share of the time with a sum under way during which the process computed."""
+    ends = sorted({end for span in spans for end in (span.first, span.last)})
+    both = [(last - first, {span.what for span in spans if span.first <= first and last <= span.last})
+            for first, last in pairwise(ends)]
+    under_way = sum(seconds for seconds, what in both if "send" in what)
+    return sum(seconds for seconds, what in both if {"send", "compute"} <= what) / max(under_way, 1e-9)
 
 
 def norms(runner: Any, forward: Callable[[int], torch.Tensor], size: int) -> float:

@@ -71,10 +71,10 @@ class Wire:
 
     def tell(self, state: int, told: Any, *, last: bool = False) -> None:
         """Send a number and an object, None for nothing, or that these were the last; called by process 0."""
-        words = b"" if told is None else pickle.dumps(told)
-        dist.broadcast(torch.tensor([-1 if last else len(words), state]), 0, self._group)
-        if words:
-            dist.broadcast(torch.frombuffer(bytearray(words), dtype=torch.uint8), 0, self._group)
+        sent = b"" if told is None else pickle.dumps(told)
+        dist.broadcast(torch.tensor([-1 if last else len(sent), state]), 0, self._group)
+        if sent:
+            dist.broadcast(torch.frombuffer(bytearray(sent), dtype=torch.uint8), 0, self._group)
 
     def hear(self) -> tuple[int, Any] | None:
         """What process 0 sends, or None after the last; ConnectionError where it has ended without a word."""
@@ -84,11 +84,11 @@ class Wire:
             size, state = head.tolist()
             if size < 1:
                 return None if size < 0 else (state, None)
-            words = torch.empty(size, dtype=torch.uint8)
-            dist.broadcast(words, 0, self._group)
+            sent = torch.empty(size, dtype=torch.uint8)
+            dist.broadcast(sent, 0, self._group)
         except RuntimeError as error:
             raise ConnectionError("process 0 has ended") from error
-        return state, pickle.loads(words.numpy().tobytes())  # by no one else's hand than process 0's
+        return state, pickle.loads(sent.numpy().tobytes())  # by no one else's hand than process 0's
 
     def least(self, numbers: Sequence[int]) -> list[int]:
         """The least of all processes' numbers, place by place."""
