@@ -63,7 +63,7 @@ class Ranks:
 ALONE = Ranks()
 
 
-class Wire:
+class ControlChannel:
     """Tells the other processes what comes next, by gloo whatever the devices; all processes make it together."""
 
     def __init__(self, ranks: Ranks) -> None:

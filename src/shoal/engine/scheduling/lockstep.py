@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from shoal.engine.constraints.monitor import Monitor
 from shoal.engine.engine import Engine
-from shoal.engine.loading.ranks import Wire
+from shoal.engine.loading.ranks import ControlChannel
 from shoal.engine.memory.amounts import free
 from shoal.engine.request import Request
 from shoal.engine.scheduling.batching import Recipes
@@ -50,7 +50,7 @@ class _Parted(BaseException):
     """A forward failed in this process, and the others may be in the midst of theirs. No `Exception`: none goes on."""
 
 
-class _Told(NamedTuple):
+class _ToldRequest(NamedTuple):
     """What process 0 tells of a request: its tokens and options, and how many answers it has."""
 
     ids: list[int]
@@ -60,10 +60,10 @@ class _Told(NamedTuple):
 
 
 @dataclass
-class _Asked:
+class _AskedRequest:
     """A request that process 0 has not told of yet."""
 
-    told: _Told
+    told: _ToldRequest
     deliver: Deliver | None
     handle: Future[RequestHandle] = field(default_factory=Future)
 
@@ -90,17 +90,17 @@ class LockstepScheduler(Scheduler):
         if policy is not None and policy.name == "waves" and policy.patience < float("inf"):
             raise Unsupported(f"patience={policy.patience:g} in {_SHARED}", "each process would measure it by itself",
                               "Leave patience out")
-        self._wire, self._leads = Wire(ranks), ranks.rank == 0
+        self._channel, self._leads = ControlChannel(ranks), ranks.rank == 0
         self.lost = ""
         self.when_lost: Callable[[str], None] = lambda reason: None
         self._named = threading.Event()
-        self._asked, self._left = list[_Asked](), set[RequestHandle]()
+        self._asked, self._left = list[_AskedRequest](), set[RequestHandle]()
         self._handles, self._count = dict[int, RequestHandle](), 0
         self._aside = Recipes(engine)
         if options.get("kv_bytes") is None:
             local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size)) if engine.runner.device.type == "cpu" else 1
             options["kv_bytes"] = (free(engine.runner.device) or 1 << 62) // (2 * local)
-        options = {**ranks.agree(options), "kv_bytes": self._wire.least([options["kv_bytes"]])[0]}
+        options = {**ranks.agree(options), "kv_bytes": self._channel.least([options["kv_bytes"]])[0]}
         engine.card = ranks.agree(engine.card)
         if ranks.size == 2 and engine.runner.device.type == "cpu" and isinstance(engine.runner, HFRunner):
             engine.runner.weave_in(options.get("prefill_chunk") or PROMPTS_ALONE, ranks.agree)
@@ -124,7 +124,7 @@ class LockstepScheduler(Scheduler):
             raise Unsupported(f"a monitor in {_SHARED}", "it answers at another time in each of them",
                               "Use one process, or a schema, an expression or a grammar")
         request, (ids,) = self.engine.read([prompt], request)
-        asked = _Asked(_Told(ids, request, n, canvas), deliver)
+        asked = _AskedRequest(_ToldRequest(ids, request, n, canvas), deliver)
         try:
             pickle.dumps(asked.told)
         except Exception as error:
@@ -147,7 +147,7 @@ class LockstepScheduler(Scheduler):
             left, self._left = self._left, set()
         gone = [number for number, handle in self._handles.items() if handle in left]
         told = [one.told for one in asked]
-        self._wire.tell(self._state(), (told, gone) if told or gone else None)
+        self._channel.tell(self._state(), (told, gone) if told or gone else None)
         self._act(told, gone, asked)
 
     def follow(self) -> None:
@@ -157,7 +157,7 @@ class LockstepScheduler(Scheduler):
             ConnectionError: process 0 has ended without a word.
             RuntimeError: this process has decoded something else than process 0.
         """
-        while (heard := self._wire.hear()) is not None:
+        while (heard := self._channel.hear()) is not None:
             state, (told, gone) = heard[0], heard[1] or ([], [])
             if state != self._state():
                 raise RuntimeError("it has decoded something else than process 0: their processors or libraries "
@@ -174,13 +174,13 @@ class LockstepScheduler(Scheduler):
         self._named.set()
         self.when_lost(reason)
 
-    def _act(self, told: list[_Told], gone: list[int], asked: list[_Asked] | None = None) -> None:
+    def _act(self, told: list[_ToldRequest], gone: list[int], asked: list[_AskedRequest] | None = None) -> None:
         """Submit, cancel and run a turn, as all processes do now."""
         self._turns.owner = threading.get_ident()
         self._unwanted.update(self._handles[number] for number in gone)
         delivers = [one.deliver for one in asked] if asked else [_drop] * len(told)
         made = [self._made(one, deliver) for one, deliver in zip(told, delivers, strict=True)]
-        agreed = self._wire.least([isinstance(one, RequestHandle) for one in made]) if made else []
+        agreed = self._channel.least([isinstance(one, RequestHandle) for one in made]) if made else []
         for place, well in enumerate(agreed):
             if well:
                 self._count += 1
@@ -197,7 +197,7 @@ class LockstepScheduler(Scheduler):
         super().turn()
         self._handles = {number: handle for number, handle in self._handles.items() if not handle.done}
 
-    def _made(self, told: _Told, deliver: Deliver | None) -> RequestHandle | Exception:
+    def _made(self, told: _ToldRequest, deliver: Deliver | None) -> RequestHandle | Exception:
         """The handle of a request, or why there is none."""
         try:
             return super().submit(told.ids, told.request, n=told.n, canvas=told.canvas, deliver=deliver)
@@ -235,7 +235,7 @@ class LockstepScheduler(Scheduler):
         try:
             super()._work()
             if not self.lost:
-                self._wire.tell(0, None, last=True)
+                self._channel.tell(0, None, last=True)
         except BaseException as error:
             if not isinstance(error, _Parted | RuntimeError):
                 log.error("the scheduler died", exc_info=True)
@@ -247,7 +247,7 @@ class LockstepScheduler(Scheduler):
         with self._wake:
             self._asked = self._refuse(self._asked)
 
-    def _refuse(self, asked: list[_Asked]) -> list[_Asked]:
+    def _refuse(self, asked: list[_AskedRequest]) -> list[_AskedRequest]:
         """Refuse requests that nobody was told of; returns none."""
         for one in asked:
             one.handle.set_exception(self._closed())
