@@ -63,7 +63,7 @@ class Noise:
         return torch.cat([torch.ones(1), torch.sigmoid(signal)])
 
 
-class Block(nn.Module):
+class DenoisingBlock(nn.Module):
     """A transformer's layer, norms first."""
 
     def __init__(self, width: int) -> None:
@@ -91,7 +91,7 @@ class ContinuousModel(nn.Module):
         self.noise, width = noise, size.width
         self.first, self.token = nn.Embedding(CLASSES, width), nn.Linear(WIDTH, width)
         self.place = nn.Parameter(0.02 * torch.randn(PLACES, width))
-        self.layers = nn.Sequential(*(Block(width) for _ in range(size.layers)), nn.LayerNorm(width))
+        self.layers = nn.Sequential(*(DenoisingBlock(width) for _ in range(size.layers)), nn.LayerNorm(width))
         self.enter = nn.Linear(WIDTH + width, size.head)
         self.level = nn.Embedding(noise.steps + 1, size.head)
         self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(size.head), nn.Linear(size.head, size.head), nn.SiLU(),
