@@ -97,7 +97,7 @@ def find(model: nn.Module) -> list[nn.Module]:
 
 
 def attention_of(model: nn.Module, layer: nn.Module) -> str:
-    """vLLM's name of a layer's attention; Unsupported unless it has one, with KV of its own."""
+    """The name that a layer's attention has in vLLM; Unsupported unless it has one, with KV of its own."""
     found = list(_attentions(layer))
     if len(found) != 1:
         raise Unsupported(f"a depth plan on {type(model).__name__}", f"a layer of it has {len(found)} attentions of "

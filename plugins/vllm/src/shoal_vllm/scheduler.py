@@ -29,10 +29,9 @@ class DepthScheduler(Scheduler):
 
     def add_request(self, request: Request) -> None:
         """Take a request, which has no answer yet: its blocks so far are of its prompt, which runs at full depth."""
-        hasher = request._block_hasher
-        if hasher is not None and request.sampling_params is not None:
-            if not self._settings.plan(request.sampling_params).is_full:
-                request._block_hasher = private(hasher)
+        hasher, params = request._block_hasher, request.sampling_params
+        if hasher is not None and params is not None and not self._settings.plan(params).is_full:
+            request._block_hasher = private(hasher)
         super().add_request(request)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
