@@ -45,11 +45,24 @@ def test_full_depth_is_vllm_alone(family: str) -> None:
 
 
 def test_other_depth_methods_and_own_orders() -> None:
-    asked = [{"method": "schedule", "order": [2, 5, 4], "steps": [3, 3, 20]},
+    asked = [{"method": "schedule", "order": [0, 5, 4], "steps": [3, 3, 20]},
              {"method": "d3", "alpha": 0.98, "order": "late_middle", "core": 2}, "early_exit", "full"]
     with tiny.engine(tiny.folder("llama"), {}) as llm:
         found = tiny.answers(llm, PROMPTS, [tiny.params(30, one) for one in asked])
-    methods = [shoal.methods.make({"method": "schedule", "method_args": {"order": [2, 5, 4], "steps": [3, 3, 20]}}),
+    methods = [shoal.methods.make({"method": "schedule", "method_args": {"order": [0, 5, 4], "steps": [3, 3, 20]}}),
                shoal.D3(alpha=0.98, order="late_middle", core=2), shoal.EarlyExit(), "full"]
     assert found == [tiny.reference("llama", prompt, 30, method) for prompt, method in
                      zip(PROMPTS, methods, strict=True)]
+
+
+def test_a_row_that_passes_a_layer_writes_no_kv_there() -> None:
+    with tiny.engine(tiny.folder("llama"), {}) as llm:
+        caches = [layer.kv_cache for layer in tiny.worker(llm).compilation_config.static_forward_context.values()]
+        for cache in caches:
+            cache.zero_()
+        shallow = {"method": "schedule", "order": [4], "steps": [3]}
+        tiny.answers(llm, PROMPTS[:2], [tiny.params(20), tiny.params(20, shallow)])
+    for layer, cache in enumerate(caches):
+        of_shallow = 2 if layer == 4 else 19  # steps 1 and 2, or all but the last token
+        written = len(PROMPTS[0]) + 19 + len(PROMPTS[1]) + of_shallow
+        assert int(cache.count_nonzero()) == written * 2 * 32  # a key and a value of one head

@@ -56,14 +56,14 @@ def test_a_version_that_was_not_tested(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("change", "says"), [
     ({"use_v2_model_runner": True}, "on vLLM's second model runner"),
     ({"kv_transfer_config": object()}, "beside a KV connector"),
-    ({"parallel_config": SimpleNamespace(pipeline_parallel_size=2, worker_cls="vllm.v1.worker.cpu_worker.CPUWorker")},
-     "in 2 pipeline stages"),
+    ({"parallel_config": SimpleNamespace(world_size_across_dp=2, worker_cls="vllm.v1.worker.cpu_worker.CPUWorker")},
+     "in 2 processes of one model"),
     ({"model_config": SimpleNamespace(runner_type="pooling")}, "for the runner 'pooling'"),
 ])
 def test_what_this_machine_cannot_start(change: dict[str, Any], says: str) -> None:
     fine = SimpleNamespace(
         use_v2_model_runner=False, kv_transfer_config=None, speculative_config=None, additional_config={},
-        parallel_config=SimpleNamespace(pipeline_parallel_size=1, worker_cls="vllm.v1.worker.cpu_worker.CPUWorker"),
+        parallel_config=SimpleNamespace(world_size_across_dp=1, worker_cls="vllm.v1.worker.cpu_worker.CPUWorker"),
         model_config=SimpleNamespace(runner_type="generate"), scheduler_config=SimpleNamespace(scheduler_cls=None),
     )
     plugin.check_config(fine)
@@ -79,7 +79,8 @@ def test_the_drafter_refuses_the_second_model_runner() -> None:
 def test_a_model_whose_layers_are_not_found() -> None:
     torch.manual_seed(0)
     path = tiny.folder("llama").with_name("shoal-vllm-gpt2")
-    sizes = transformers.GPT2Config(vocab_size=320, n_embd=64, n_layer=3, n_head=2, n_positions=256)
+    sizes = transformers.GPT2Config(vocab_size=320, n_embd=64, n_layer=6, n_head=2, n_positions=256,
+                                     bos_token_id=1, eos_token_id=2)
     transformers.GPT2LMHeadModel(sizes).save_pretrained(path)
     with pytest.raises(ValueError, match="a depth plan on GPT2LMHeadModel: it has 0 lists of decoder layers"), \
             tiny.engine(path, D3):

@@ -23,6 +23,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {}),
     "mistral": ("Mistral", {"sliding_window": None}),
     "gemma3": ("Gemma3", {"sliding_window": 32, "query_pre_attn_scalar": 32, "hidden_activation": "gelu_pytorch_tanh",
+                          "tie_word_embeddings": False,
                           "layer_types": ["sliding_attention", "full_attention"] * 4}),
 }
 LOOPS = {"llama-loops": ("Llama", {"initializer_range": 0.06})}
@@ -38,9 +39,11 @@ def folder(family: str) -> Path:
     config = getattr(transformers, f"{name}TextConfig" if name == "Gemma3" else f"{name}Config")(**BASE | more)
     torch.manual_seed(7)
     model = getattr(transformers, f"{name}ForCausalLM")(config)
-    for parameter in model.parameters():  # biases and norms of a new model are all alike
+    for at, parameter in model.named_parameters():  # biases and norms of a new model are all alike
         if parameter.ndim == 1:
             parameter.data += 0.1 * torch.randn_like(parameter)
+        if name == "Gemma3" and "post_" in at:  # its layers would hardly change what comes from the embedding
+            parameter.data += 2
     path = Path(tempfile.mkdtemp(prefix=f"shoal-vllm-{family}-"))
     model.save_pretrained(path)
     return path

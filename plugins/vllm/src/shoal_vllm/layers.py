@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from inspect import Parameter, signature
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from vllm.forward_context import ForwardContext
 from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.models.utils import PPMissingLayer
 
 from shoal.errors import Unsupported
 from shoal_vllm.rows import StepRows
@@ -48,15 +48,17 @@ class Gate:
     ) -> tuple[Tensor, Tensor | None]:
         """Run the layer for the rows of the step that need it; the others, [rows, D], stay as they are."""
         rows = self._current.rows
-        if rows is None or rows.runs_all(self._index) or residual is None:
+        if rows is None or rows.runs_all(self._index):
             return self._forward(positions, hidden_states, residual, *args, **kwargs)
         if not rows.counts[self._index]:
             return hidden_states, residual
         # Norms of vLLM work in place, so what stays must be copied before the layer runs.
         idle = rows.idle(self._index)
-        kept = hidden_states[idle], residual[idle]
+        stays, kept = hidden_states[idle], None if residual is None else residual[idle]
+        if kept is None:  # before the first layer the stream is one tensor
+            stays, kept = torch.zeros_like(stays), stays
         hidden_states, residual = self._forward(positions, hidden_states, residual, *args, **kwargs)
-        hidden_states[idle], residual[idle] = kept
+        hidden_states[idle], residual[idle] = stays, kept
         return hidden_states, residual
 
 
@@ -84,8 +86,6 @@ def find(model: nn.Module) -> list[nn.Module]:
     if len(stacks) != 1:
         raise Unsupported(f"a depth plan on {name}", f"it has {len(stacks)} lists of decoder layers, not one", _REMEDY)
     layers = list(stacks[0].layers)
-    if any(isinstance(layer, PPMissingLayer) for layer in layers):
-        raise Unsupported(f"a depth plan on a part of {name}", "pipeline parallelism was not tested with it", _REMEDY)
     for layer in layers:
         takes = tuple(signature(layer.forward).parameters.values())[: len(_TAKES)]
         if tuple(one.name for one in takes) != _TAKES or any(one.kind is Parameter.KEYWORD_ONLY for one in takes):
