@@ -1,7 +1,7 @@
 """Random schedules: requests of different ages, plans and prompts come and go, in too little memory for all.
 
 Whatever vLLM preempts, computes again, cuts into chunks or takes from its prefix cache, a request's tokens are those
-that Shoal's own engine generates for it alone. SCHEDULES=500 runs as many.
+that Shoal's own engine generates for it alone. SCHEDULES=500 runs as many, from seed FIRST on.
 """
 
 import os
@@ -15,12 +15,12 @@ import shoal
 import tiny
 from shoal_vllm.settings import _method, as_options
 
-SCHEDULES = int(os.environ.get("SCHEDULES", "12"))
+FIRST, SCHEDULES = int(os.environ.get("FIRST", "0")), int(os.environ.get("SCHEDULES", "12"))
 DEFAULT = {"method": "d3", "mean": 0.7}
 PLANS = (None, None, {"method": "d3", "alpha": 0.97}, "full", {"method": "schedule", "order": [4], "steps": [2]})
 STEMS = [random.Random(seed).choices(range(3, 320), k=70) for seed in range(3)]
 BLOCKS = {"llama": 10, "gemma3": 18}
-"""Of 32 positions, one of them vLLM's own; Gemma's two kinds of layers take their own. Five requests want seven each."""
+"""Of 32 positions, one of them vLLM's own; Gemma's kinds of layers have their own. Five requests want seven each."""
 
 
 class Schedule:
@@ -67,7 +67,7 @@ def test_any_schedule_gives_the_tokens_of_each_request_alone(family: str) -> Non
         preempt, preempted = scheduler._preempt_request, []
         scheduler._preempt_request = lambda request, *args, **kw: (
             preempted.append(request.num_output_tokens), preempt(request, *args, **kw))
-        for seed in range(SCHEDULES):
+        for seed in range(FIRST, FIRST + SCHEDULES):
             for prompt, plan, tokens in Schedule(family, seed).run(llm):
                 method = shoal.methods.make(as_json(DEFAULT if plan is None else plan))
                 assert tokens == tiny.reference(family, prompt, len(tokens), method), (seed, plan, len(prompt))

@@ -74,18 +74,18 @@ def install(model: nn.Module, current: Current) -> list[str]:
     layers = find(model)
     names = [attention_of(model, layer) for layer in layers]
     for index, layer in enumerate(layers):
-        layer.forward = Gate(layer.forward, index, current)
+        vars(layer)["forward"] = Gate(layer.forward, index, current)  # no submodule, so that weights keep their names
     return names
 
 
 def find(model: nn.Module) -> list[nn.Module]:
     """The decoder's layers, by the structure that vLLM's models share: a list `layers` between two bounds."""
     name = type(model).__name__
-    stacks = [module for module in model.modules()
-              if isinstance(getattr(module, "layers", None), nn.ModuleList) and hasattr(module, "end_layer")]
+    stacks = [stack for module in model.modules() if hasattr(module, "end_layer")
+              and isinstance(stack := getattr(module, "layers", None), nn.ModuleList)]
     if len(stacks) != 1:
         raise Unsupported(f"a depth plan on {name}", f"it has {len(stacks)} lists of decoder layers, not one", _REMEDY)
-    layers = list(stacks[0].layers)
+    layers = list(stacks[0])
     for layer in layers:
         takes = tuple(signature(layer.forward).parameters.values())[: len(_TAKES)]
         if tuple(one.name for one in takes) != _TAKES or any(one.kind is Parameter.KEYWORD_ONLY for one in takes):
