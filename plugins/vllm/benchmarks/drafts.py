@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Time the drafter inside vLLM: plain vLLM, Shoal's auto and vLLM's own n-grams, on chats and on texts to copy.
 
-    OMP_NUM_THREADS=2 python plugins/vllm/benchmarks/drafts.py MODEL --json OUT
+    OMP_NUM_THREADS=1 python plugins/vllm/benchmarks/drafts.py MODEL --json OUT
 """
 
 import argparse
@@ -11,7 +11,7 @@ import statistics
 import time
 from typing import Any
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # its three engines take turns, and idle processes would spin
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # its three engines take turns, and idle processes would take time
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import vllm
@@ -66,8 +66,7 @@ def main() -> None:
         table[kind] = {name: {"tokens_per_second": round(statistics.median(found), 2),
                               "over_plain": round(statistics.median(found) / plain, 3),
                               "runs": [round(one, 2) for one in found]} for name, found in rates.items()}
-    result = {"command": f"plugins/vllm/benchmarks/drafts.py {args.model} --tokens {args.tokens} --runs {args.runs}",
-              "vllm": vllm.__version__, "dtype": "bfloat16", "streams": 1, "kinds": table}
+    result = {"vllm": vllm.__version__, "dtype": "bfloat16", "streams": 1, "kinds": table}
     with open(args.json, "w", encoding="utf-8") as file:
         json.dump(result, file, indent=1)
     print(json.dumps(result))

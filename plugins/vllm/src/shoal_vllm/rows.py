@@ -92,11 +92,11 @@ class StepRows:
 
     def runs_all(self, layer: int) -> bool:
         """Whether every row runs it."""
-        return self.counts[layer] == self.runs.shape[1]
+        return bool(self.counts[layer] == self.runs.shape[1])
 
     def key(self, layer: int) -> bytes:
         """Equal for layers that the same rows run."""
-        return self.runs[layer].tobytes()
+        return bytes(self.runs[layer])
 
     def idle(self, layer: int) -> Tensor:
         """Indices of the rows that are passed through."""

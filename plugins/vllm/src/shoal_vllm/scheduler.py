@@ -21,6 +21,8 @@ Hasher = Callable[[Request], list[BlockHash]]
 class DepthScheduler(Scheduler):
     """vLLM's scheduler. Blocks with positions of an answer that runs fewer layers are known to that request alone."""
 
+    _pause_state: PauseState
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         settings = Settings.of(self.vllm_config)
