@@ -45,7 +45,7 @@ class Schedule:
             while waiting and (self.random.random() < 0.3 or not engine.has_unfinished_requests()):
                 waiting -= 1
                 prompt, plan = self.prompt(), self.random.choice(PLANS)
-                length = self.random.randint(2, min(90, 220 - len(prompt)))
+                length = self.random.randint(3, min(90, 220 - len(prompt)))
                 name = f"{self.family}-{waiting}"
                 asked[name] = prompt, plan, length
                 engine.add_request(name, {"prompt_token_ids": prompt}, tiny.params(length, plan))

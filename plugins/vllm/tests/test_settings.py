@@ -64,6 +64,12 @@ def test_what_holds_for_the_server_is_refused_in_a_request() -> None:
         plan(D3, {"admission": "waves"})
 
 
+def test_an_answer_too_short_for_the_servers_mean_runs_at_full_depth() -> None:
+    assert plan(D3, tokens=1).is_full and not plan(D3, tokens=16).is_full
+    with pytest.raises(ValueError, match="out of reach"):
+        plan({}, D3, tokens=1)
+
+
 def test_options_are_copied() -> None:
     given = {"method": "d3"}
     as_options(given).pop("method")

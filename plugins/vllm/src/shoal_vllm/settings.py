@@ -65,14 +65,18 @@ class Settings:
         return settings
 
     def plan(self, params: SamplingParams) -> DepthPlan:
-        """The plan of a request.
+        """The plan of a request. The server's method is not applied to answers too short for it.
 
         Raises:
             ValueError: its options are wrong, or ask for more than fewer layers.
         """
-        asked = (params.extra_args or {}).get(KEY)
-        method = self.method if asked is None else _method(as_options(asked))
-        return _plan(method, self.num_layers, params.max_tokens or self.longest)
+        asked, tokens = (params.extra_args or {}).get(KEY), params.max_tokens or self.longest
+        if asked is not None:
+            return _plan(_method(as_options(asked)), self.num_layers, tokens)
+        try:
+            return _plan(self.method, self.num_layers, tokens)
+        except ValueError:  # the longest answer has a plan, so this one is too short for its mean depth
+            return DepthPlan.full(self.num_layers)
 
 
 def as_options(value: Any) -> dict[str, Any]:
