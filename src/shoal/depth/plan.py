@@ -77,9 +77,11 @@ class DepthPlan:
             raise ValueError(f"the budget asks for {min(counts)} layers, but only {len(removal)} of {num_layers} may "
                              "be dropped")
         drop = [NEVER] * num_layers
+        gone = 0
         for step, count in enumerate(counts):
-            for layer in removal[: num_layers - count]:
-                drop[layer] = min(drop[layer], max(step, 1))
+            for layer in removal[gone : num_layers - count]:
+                drop[layer] = max(step, 1)
+            gone = num_layers - count
         return cls.whole_layers(drop)
 
     @property
