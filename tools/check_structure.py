@@ -34,7 +34,7 @@ VAGUE = ("words",)
 CONFIGS = ("vocab_size",)
 """Names that components share with transformers' configs, which are looked up."""
 
-MOST_CORE_LINES = 62_734
+MOST_CORE_LINES = 62_774
 """2,680: recurrent layers; 990: experts; 330: plain steps; 410: prefixes in place; 610: SambaY; 730: latent attention,
 channel-wise gates of two matrices and lightning attention, seven model types, their GGUF files and published names;
 560: all GGUF types, models in parts, gpt-oss; 40: orders and cards by kind of layer; 530: safetensors in the numbers
@@ -80,7 +80,7 @@ modules; 38: biases of encoders by distance;
 448: windows of speech together, what a smaller model hears as guesses, in any tokens, methods of the audio routes;
 1: a layer that guesses beside a decoder with LayerNorms; 20: prompts whose pictures go on with fewer tokens;
 837: schedulers in lockstep and the processes of a server that share a model; prompts in two waves between them;
-12: alphas for long answers, found by halving"""
+12: alphas for long answers, found by halving; 40: what to write for an option, in words and with an example"""
 MOST_CORE_FILES = 385  # 20: recurrent; 4: experts; 4: SambaY; 3: latent; 9: GGUF; 6: classics; 20: drafts; 11: hub;
 # 9: what clients speak; 1: threads that part; 2: what is told of a model, how it lies in files; 1: whose adapters are;
 # 1: options of tools; 7: sources and their encoders; 9: speech; 7: pictures; 6: sounds; 2: films; 3: shared models
