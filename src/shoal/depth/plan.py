@@ -152,6 +152,12 @@ class DepthPlan:
         """Number of layers that run at `step`; a single sublayer counts half."""
         return self.num_layers - bisect_right(self._drops, step) / 2
 
+    def depths(self, steps: Sequence[int]) -> list[float]:
+        """Number of layers at each of some steps, ascending."""
+        if steps and steps[-1] < self.first_shallow_step:
+            return [float(self.num_layers)] * len(steps)
+        return [self.depth(step) for step in steps]
+
     def depth_in(self, layers: float, step: int) -> float:
         """Number of layers that run at `step` out of the first `layers`; a single sublayer counts half.
 
