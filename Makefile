@@ -39,6 +39,7 @@ help: ## List the targets
 setup: $(STAMP) $(MODEL_STAMP) ## Make the virtual environment and install Shoal, its tools and its default model in it
 
 $(RUN_STAMP): pyproject.toml constraints.txt
+	@PYTHONPATH=src $(PYTHON) src/shoal/model/packed/native/build.py & # it needs neither torch nor Shoal
 	$(STEP) "A virtual environment in $(VENV)" -- $(PYTHON) -m venv $(VENV)
 	$(STEP) "Shoal, with torch and transformers, on which it runs" -- \
 	$(BIN)/python -m pip install -c constraints.txt -e .
