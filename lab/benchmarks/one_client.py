@@ -10,8 +10,9 @@ are of neighbouring turns, with 95 % intervals. The last line on stdout is the r
 
 from __future__ import annotations
 
-import http.client
 import json
+import re
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ from shoal_lab.bench import idle
 from shoal_lab.bench.load.server import Server, free_port
 from shoal_lab.bench.rounds import figure, in_order, ratio
 
+_USAGE = re.compile(rb'"completion_tokens":(\d+)')
 HERE = Path(__file__).resolve().parents[2]
 _PREFIX = "{turn}. {prompt}"
 """Texts of a round, new in each, so that neither prefixes nor what was said before help."""
@@ -50,14 +52,16 @@ class Streams:
         return tokens * len(prompts) / (time.perf_counter() - start)
 
     def _read(self, prompt: str, method: str, tokens: int) -> int:
-        """The tokens of an answer by its usage, once its stream has ended."""
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=600)
-        body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True,
-                "method": method, "stream_options": {"include_usage": True}}
-        connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
-        lines = [line for line in connection.getresponse() if line.startswith(b"data: {")]
-        connection.close()
-        return int(json.loads(lines[-1][6:])["usage"]["completion_tokens"])
+        """The tokens of an answer by its usage, once its stream has ended; the client does little more than read."""
+        body = json.dumps({
+            "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True,
+            "method": method, "stream_options": {"include_usage": True}})
+        head = (f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{self._port}\r\nConnection: close\r\n"
+                f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n")
+        with socket.create_connection(("127.0.0.1", self._port), 600) as connection:
+            connection.sendall((head + body).encode())
+            answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+        return int(_USAGE.findall(answer)[-1])
 
 
 def main(argv: Sequence[str]) -> int:
