@@ -334,8 +334,6 @@ class DrafterRecord:
     _READING, _NEW = 0.5, 0.5
     """Plain steps that a drafter takes to read what came before its first guess for a sequence, until it was timed, and
     the weight of a new time."""
-    _FAR = 8
-    """Steps before its next trial from which on it is asked whether that can be afforded."""
     _TRIALS = 0.01
     """Share of the time for trying a bad drafter again, with one guess; it sets the pause, within bounds."""
 
@@ -375,10 +373,6 @@ class DrafterRecord:
         """
         size = load(seqs)
         pause = self._pause = self._pauses[size]
-        if pause.left > self._awake + self._FAR:
-            self._behind = True
-            pause.passed()
-            return 0
         reading = seqs * self._reading[size] if self._behind else 0.0
         most, room = affordable(most, spare - reading, lambda length: self._added(times, seqs, length)), most
         short = self._trial(times, seqs, pause.left) - spare
