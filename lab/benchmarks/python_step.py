@@ -41,7 +41,7 @@ def volume(width, height, depth):
 class Kernels:
     """CPU time of the library's forwards while they are watched."""
 
-    _NAMES = "shoal_forward", "shoal_steps"
+    _NAMES = "shoal_forward", "shoal_steps", "shoal_guess"
 
     def __init__(self) -> None:
         self.seconds, self._library = 0.0, require()
