@@ -34,7 +34,7 @@ VAGUE = ("words",)
 CONFIGS = ("vocab_size",)
 """Names that components share with transformers' configs, which are looked up."""
 
-MOST_CORE_LINES = 61_882
+MOST_CORE_LINES = 61_922
 """2,680: recurrent layers; 990: experts; 330: plain steps; 410: prefixes in place; 610: SambaY; 730: latent attention,
 channel-wise gates of two matrices and lightning attention, seven model types, their GGUF files and published names;
 560: all GGUF types, models in parts, gpt-oss; 40: orders and cards by kind of layer; 530: safetensors in the numbers
@@ -78,7 +78,8 @@ GGUF files; 180: responses that a server stores;
 209: pictures of Qwen3.5, Gemma 4, Llama 4, PaliGemma and Qwen3-VL's mixtures, turned places on the kernels and on
 modules; 38: biases of encoders by distance;
 448: windows of speech together, what a smaller model hears as guesses, in any tokens, methods of the audio routes;
-20: prompts whose pictures go on with fewer tokens"""
+20: prompts whose pictures go on with fewer tokens;
+40: what to write for an option, in words and with an example"""
 MOST_CORE_FILES = 382  # 20: recurrent; 4: experts; 4: SambaY; 3: latent; 9: GGUF; 6: classics; 20: drafts; 11: hub;
 # 9: what clients speak; 1: threads that part; 2: what is told of a model, how it lies in files; 1: whose adapters are;
 # 1: options of tools; 7: sources and their encoders; 9: speech; 7: pictures; 6: sounds; 2: films

@@ -71,7 +71,10 @@ def test_option_of_another_method_names_its_owner(capsys):
 
 
 def test_value_of_the_wrong_type(capsys):
-    assert "argument --alpha: 'x' is not FLOAT" in fails(capsys, "generate", "--method", "d3", "--alpha", "x")
+    for option, kind in (("--alpha", "a number such as 0.5 or none"), ("--horizon", "a whole number such as 4 or none"),
+                         ("--max-new-tokens", "a whole number such as 4"), ("--temperature", "a number such as 0.5")):
+        error = fails(capsys, "generate", "--method", "d3", option, "x")
+        assert error.endswith(f"argument {option}: 'x' is not {kind}\n"), error
 
 
 def test_value_out_of_range(capsys):

@@ -3,8 +3,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 from importlib import import_module
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_type_hints
 
 import pytest
 
@@ -14,12 +15,14 @@ from shoal.cli.options import parser as options
 from shoal.cli.options.parser import Parser, parse
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import DepthPlan
-from shoal.methods import make
+from shoal.methods import get as method_class
+from shoal.methods import make, names
 from shoal.methods.base import Method
 from shoal.methods.calibrated import Calibrated
 from shoal.methods.d3 import D3
 from shoal.methods.double_sparsity import DoubleSparsity
 from shoal.methods.early_exit import EarlyExit
+from shoal.methods.options import describe, fits
 from shoal.methods.prompt_lookup import PromptLookup
 from shoal.methods.tidal import Tidal
 from shoal.types import ModelInfo
@@ -130,6 +133,17 @@ def test_conversion(hint, text, value):
 def test_conversion_refuses(hint, text):
     with pytest.raises(argparse.ArgumentTypeError, match="is not"):
         options.converter(hint)(text)
+
+
+def test_what_does_not_fit_is_answered_in_words_and_with_an_example():
+    """Of every option of every method, typed and in JSON, no name of a Python type; and what is shown is taken."""
+    for name in names():
+        hints = get_type_hints(method_class(name))
+        for hint in (hints[option] for option in method_class(name).option_names()):
+            for words in (describe(hint), describe(hint, typed=True)):
+                assert not re.search(r"\b(int|float|str|bool|tuple|NoneType|[Cc]allable|A,B)\b|\.\.\.", words), words
+            typed = re.findall(r"such as (\S+)", describe(hint, typed=True).replace(", ", ","))
+            assert all(fits(options.converter(hint)(text), hint) for text in typed), hint
 
 
 def test_fields_become_options():

@@ -40,7 +40,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "alpha 0": (d3(alpha=0.0), r"alpha is 0.0; it must be in \(0, 1\]"),
     "alpha above 1": (d3(alpha=1.01), r"alpha is 1.01; it must be in \(0, 1\]"),
     "alpha below 0": (d3(alpha=-0.5), r"alpha is -0.5; it must be in \(0, 1\]"),
-    "alpha of text": (d3(alpha="0.9"), r"alpha of d3 is '0.9'; it must be float"),
+    "alpha of text": (d3(alpha="0.9"), r"alpha of d3 is '0.9'; it must be a number such as 0.5"),
     "core above L": (d3(alpha=0.9, core=7), r"core is 7 layers; it must be in 1..6"),
     "core 0": (d3(alpha=0.9, core=0), r"core is 0; it must be above 0"),
     "order": (d3(alpha=0.9, order="centre_out"), r"unknown removal order 'centre_out'\. Did you mean 'center_out'\?"),

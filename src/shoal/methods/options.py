@@ -6,6 +6,7 @@ import inspect
 import math
 import re
 import types
+from collections.abc import Callable
 from typing import Any, Literal, Union, get_args, get_origin
 
 INFINITE = "inf"
@@ -28,15 +29,50 @@ def fits(value: object, hint: Any) -> bool:
     return not isinstance(hint, type) or isinstance(value, hint)
 
 
-def describe(hint: Any) -> str:
-    """An annotated type in words, for an error message."""
-    if get_origin(hint) in (Union, types.UnionType):
-        return " or ".join(describe(arg) for arg in get_args(hint))
-    if get_origin(hint) is Literal:
-        return " or ".join(repr(arg) for arg in get_args(hint))
+def describe(hint: Any, *, typed: bool = False) -> str:
+    """What a value of an annotated type is written like, with an example, for an error message.
+
+    Args:
+        typed: as in a command line; else as in Python, where lists serve as tuples, and in JSON.
+    """
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        members = [arg for arg in args if not (typed and arg is object)]  # nobody types an object
+        return " or ".join(describe(arg, typed=typed) for arg in members)
+    if origin is Literal:
+        return " or ".join(str(arg) if typed else repr(arg) for arg in args)
+    if origin is tuple:
+        many = str(len(args)) if Ellipsis not in args else "a list of"
+        return f"{many} {_many(args[0])} such as {_example(hint, typed)}"
+    if origin is Callable or hint is object:
+        return "a function" if origin is Callable else "an object of Python"
     if hint is type(None):
-        return "None"
-    return hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint)
+        return "none" if typed else "None (null in JSON)"
+    kind = _KINDS.get(hint, f"a {getattr(hint, '__name__', str(hint)).lower()}")
+    return f"{kind} such as {_example(hint, typed)}" if hint in _EXAMPLES else kind
+
+
+_KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+_EXAMPLES = {int: (4, 8, 12), float: (0.5, 0.6, 0.7)}
+
+
+def _many(hint: Any) -> str:
+    """The members of a list."""
+    if get_origin(hint) in (Union, types.UnionType):
+        return " or ".join(map(_many, get_args(hint)))
+    return "lists" if get_origin(hint) is tuple else f"{_KINDS.get(hint, 'value').removeprefix('a ')}s"
+
+
+def _example(hint: Any, typed: bool) -> str:
+    """An example of a number, or of a list of them; lists within a list are JSON, in a command too."""
+    if get_origin(hint) is not tuple:
+        return str(_EXAMPLES[hint][0])
+    args = get_args(hint)
+    if get_origin(args[0]) is tuple:
+        return f"[{_example(args[0], False)}]"
+    length = 3 if Ellipsis in args else len(args)
+    shown = [str(value) for value in _EXAMPLES.get(args[0], _EXAMPLES[int])[:length]]
+    return ",".join(shown) if typed else f"[{', '.join(shown)}]"
 
 
 def choices(hint: Any) -> tuple[Any, ...]:

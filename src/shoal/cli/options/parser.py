@@ -20,7 +20,7 @@ from shoal import methods
 from shoal.methods.base import Method
 from shoal.methods.calibrated import Calibrated
 from shoal.methods.common.combined import Combined
-from shoal.methods.options import field_docs
+from shoal.methods.options import describe, field_docs, frozen
 
 _NEAR = 0.7
 _HELP = ("-h", "--help")
@@ -65,6 +65,8 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         super().__init__(formatter_class=Formatter, allow_abbrev=False, **options)
         self._whole = False
+        for number in (int, float):
+            self.register("type", number, converter(number))  # argparse's own error names the type
 
     @property
     def options(self) -> list[str]:
@@ -265,7 +267,7 @@ def converter(hint: Any) -> Callable[[str], Any]:
                 return _convert(text, member)
             except ValueError:
                 continue
-        raise argparse.ArgumentTypeError(f"{text!r} is not {_metavar(hint)}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not {describe(hint, typed=True)}")
 
     return convert
 
@@ -305,6 +307,8 @@ def _one_of(text: str, values: dict[str, Any]) -> Any:
 def _tuple(text: str, parts: tuple[Any, ...]) -> tuple[Any, ...]:
     if not text[:1].isdigit() and text[:1] not in "[-.":
         raise ValueError(text)
+    if get_origin(parts[0]) is tuple:
+        return tuple(frozen(json.loads(text)))
     items = [item for item in text.strip("[]").split(",") if item.strip()]
     return tuple(converter(parts[0])(item.strip()) for item in items)
 
@@ -315,7 +319,7 @@ def _metavar(hint: Any) -> str:
         if get_origin(member) is Literal:
             names += [str(value) for value in get_args(member)]
         elif get_origin(member) is tuple:
-            names.append("A,B,C")
+            names.append("A,B,..." if Ellipsis in get_args(member) else ",".join("ABCDEFGH"[: len(get_args(member))]))
         elif member is not NoneType:
             names.append(getattr(member, "__name__", "json").upper())
     return "|".join(names)
