@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from typing_extensions import override
 
@@ -14,6 +14,7 @@ from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
     from shoal.model.kv.choice import Labels
+    from shoal.model.runner import ModelRunner
 
 Ranking = tuple[tuple[tuple[int, ...], ...], ...]
 """Per layer and KV head the dimensions of a head, those that matter most first."""
@@ -31,7 +32,10 @@ class DoubleSparsity(SelectionMethod):
     Attributes:
         channels: per layer and KV head the dimensions of a head, those that matter most first, by a calibration.
         k: slots that a query reads; None for all.
-        width: dimensions by which slots are scored; None for a quarter of a head's.
+        width: dimensions by which slots are scored; None for a quarter of a head's. The paper takes a sixteenth, of
+            heads of 128.
+        bits: of a label's numbers, 16 for those of the keys. With 4, as in the paper, a label has 16 steps between its
+            least and its largest number. The kernels have no such labels: the choice is the paper's, and takes longer.
         first: layers below this one read all slots; the number of layers changes nothing.
     """
 
@@ -43,6 +47,7 @@ class DoubleSparsity(SelectionMethod):
     channels: Annotated[Ranking, Most(4096, items=4096)]
     k: Positions | None = 512
     width: Annotated[int, Most(4096)] | None = None
+    bits: Literal[4, 16] = 16
     first: Layers = DENSE_LAYERS
 
     def __post_init__(self) -> None:
@@ -66,7 +71,12 @@ class DoubleSparsity(SelectionMethod):
         from shoal.model.kv.choice import Labels
 
         some = next(layer for layer in self.channels if layer)  # for layers without keys, which read nothing
-        return Labels([[sorted(head[: self.label_width]) for head in layer or some] for layer in self.channels])
+        return Labels([[sorted(head[: self.label_width]) for head in layer or some] for layer in self.channels],
+                      coarse=self.bits == 4)
+
+    @override
+    def label_bytes(self, runner: ModelRunner, slots: int) -> int | None:
+        return None if self.bits == 4 else super().label_bytes(runner, slots)
 
     @property
     @override

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from shoal.methods.common.eviction import EvictionMethod
+from typing_extensions import override
+
+from shoal.decode.recipe import Recipe
+from shoal.errors import Unsupported
+from shoal.methods.common.eviction import EvictionMethod, ScoreKeeper
 from shoal.methods.common.limits import Positions
+from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
+    from shoal.decode.sequence import SequenceState
     from shoal.model.kv.choice import StoredSlots
+    from shoal.model.kv.layer import KVLayer
 
 
 @dataclass(frozen=True)
@@ -19,14 +29,17 @@ class StreamingLLM(EvictionMethod):
     """Attention sinks and a window: the KV of the first tokens and of the last ones stays, the rest is given up.
 
     So memory and time per token do not grow with the text, and what stood between is lost. The paper counts positions
-    within the KV that is left (section 3.2), to go on beyond the model's context. Here tokens keep the positions that
-    they have in the text, and the text ends at the model's context. Slots go every so many tokens at once, since all
-    that stay are moved each time. Layers with a sliding window keep their window.
+    within the KV that is left (section 3.2), as `positions="slots"` does: keys that stay are turned back to the places
+    of those that go, and an answer may go on beyond the context that the model was trained on; a prompt must fit it. By
+    default tokens keep the positions that they have in the text, and the text ends at the model's context. Slots go
+    every so many tokens at once, since all that stay are moved each time; with `every=1` the places are the paper's at
+    each token. Layers with a sliding window keep their window.
 
     Attributes:
         window: positions at the end of the text that stay, at least; None for all.
         sinks: positions at its beginning that stay.
         every: the rest is given up whenever the text has grown by so many tokens, so up to that many more stay.
+        positions: "text", or "slots", which answers longer than the context need.
     """
 
     name: ClassVar[str] = "streaming_llm"
@@ -36,6 +49,7 @@ class StreamingLLM(EvictionMethod):
     window: Positions | None = 1024
     sinks: Positions = 4
     every: Positions = 64
+    positions: Literal["text", "slots"] = "text"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -54,3 +68,49 @@ class StreamingLLM(EvictionMethod):
     def score(self, slots: StoredSlots) -> Tensor:
         """Nothing between the ends stays, so scores do not matter."""
         return slots.places
+
+    @property
+    @override
+    def turns(self) -> bool:
+        return self.positions == "slots" and not self.neutral
+
+    @override
+    def recipe(self, info: ModelInfo) -> Recipe:
+        if self.turns and any(info.windows):
+            raise Unsupported('positions="slots" on this model', "some of its layers have sliding windows, which go by "
+                              "the positions in the text", 'Use positions="text"')
+        if self.turns and not info.turns_keys:
+            raise Unsupported('positions="slots" on this model', "its keys cannot be turned once they are stored: it "
+                              "is run by transformers' modules, or has no rotary embedding of the usual kind",
+                              'Use positions="text", or backend="packed"')
+        most = (self.budget or 0) + self.every
+        if self.turns and info.context is not None and most > info.context:
+            raise ValueError(f"sinks, window and every are {self.sinks}, {self.window} and {self.every}, {most} "
+                             f"positions in all; they must fit the model's context of {info.context}")
+        return super().recipe(info)
+
+    @override
+    def check(self, seq: SequenceState) -> None:
+        if self.turns and seq.source is not None:
+            raise Unsupported('positions="slots" beside pictures or another source', "their places are not those of a "
+                              "text", 'Use positions="text"')
+
+    @override
+    def begin(self, runner: Any, cache: Any) -> ScoreKeeper:
+        return TurningKeeper(self, runner, cache) if self.turns else super().begin(runner, cache)
+
+
+class TurningKeeper(ScoreKeeper):
+    """Moves what stays behind a gap to where the gap begins: its keys, and the place of the next token."""
+
+    @override
+    def rewrite(self, seq: SequenceState, layers: Sequence[tuple[int, KVLayer]]) -> None:
+        number, method = seq.seq_id, self._method
+        before = max((layer.stored(number) for _, layer in layers), default=0)
+        super().rewrite(seq, layers)
+        gone = before - max((layer.stored(number) for _, layer in layers), default=0)
+        if not gone:
+            return
+        for layer, store in layers:
+            store.turn_keys(number, method.sinks, partial(self._runner.turned_back, layer, by=gone))
+        self._cache.shifts[number] += gone

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 from typing_extensions import override
 
+from shoal.errors import Unsupported
 from shoal.methods.base import SHOWN_QUERIES, check_layer, whole_layers
 from shoal.methods.common.limits import Layers, Positions
 from shoal.methods.common.selection import ALL, READS, SELECTS, SelectionMethod
@@ -21,6 +22,9 @@ class Tidal(SelectionMethod):
     keeps the slots with the largest ones. The layers after it read those alone, until a later layer selects anew. The
     next token begins again. Prompts are read in full, and a token always reads its own slot.
 
+    What such tokens store differs from what they would store if they had read all. The paper's cache correction
+    reads them again, all at once and in full, every so many tokens: `correct=128` in the authors' code.
+
     The paper selects for each query head, as `share="query_head"` does. By default the queries that share a KV head
     share its slots: a slot counts by the query to which it is likeliest, and is read once for all of them. A depth
     plan may drop a selecting layer. Then the earlier selection goes on being read; where there is none, the next layer
@@ -32,6 +36,7 @@ class Tidal(SelectionMethod):
         reselect: the layer that selects anew; the number of layers for none. None for the first one without a
             sliding window at two fifths of the depth, as in the paper, or behind. What is lost depends on it more than
             on `k`, and which one is best on the model: see lab/reports/long.
+        correct: after how many tokens of an answer these are read again; None for never.
         share: who shares a set of slots, those query heads that share a `kv_head` or each `query_head` with itself.
     """
 
@@ -43,14 +48,29 @@ class Tidal(SelectionMethod):
     k: Positions | None = 512
     select: Layers | None = None
     reselect: Layers | None = None
+    correct: Positions | None = None
     share: Literal["kv_head", "query_head"] = "kv_head"
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.correct is not None and self.correct < 1:
+            raise ValueError(f"correct is {self.correct}; it must be at least 1 token, or None for never")
         if self.select is not None and self.select < 0:
             raise ValueError(f"select is {self.select}; it must be at least 0, the first layer")
         if self.reselect is not None and self.reselect <= (self.select or 0):
             raise ValueError(f"reselect is {self.reselect}; it must come behind select, {self.select or 0}")
+
+    @property
+    @override
+    def corrects(self) -> int | None:
+        return self.correct
+
+    @override
+    def selects(self, info: ModelInfo) -> bool:
+        if self.correct is not None and (any(info.windows) or info.sources or not all(info.attends)):
+            raise Unsupported("correct of tidal on this model", "some of its layers have windows or states, or read "
+                              "others, and do not store what going back takes", "Leave correct out")
+        return super().selects(info)
 
     @override
     def roles(self, info: ModelInfo) -> tuple[int, ...]:

@@ -138,8 +138,9 @@ class ScoreSelector(Worker):
         self._labels = PerSequence(lambda _: method.labels())
 
     def query_hooks(self, seqs: Sequence[SequenceState], chunks: Sequence[SequenceChunk]) -> Sequence[QueryHook | None]:
-        """A hook for each decoding sequence."""
-        return [self._hook(seq) if seq.emitted else None for seq in seqs]
+        """A hook for each decoding sequence; none where tokens are read again."""
+        at = self._cache.positions
+        return [self._hook(seq) if seq.emitted and at[seq.seq_id] >= seq.again else None for seq in seqs]
 
     def _hook(self, seq: SequenceState) -> QueryHook:
         from shoal.model.kv.choice import TopSlots
