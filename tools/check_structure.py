@@ -34,7 +34,7 @@ VAGUE = ("words",)
 CONFIGS = ("vocab_size",)
 """Names that components share with transformers' configs, which are looked up."""
 
-MOST_CORE_LINES = 61_922
+MOST_CORE_LINES = 62_190
 """2,680: recurrent layers; 990: experts; 330: plain steps; 410: prefixes in place; 610: SambaY; 730: latent attention,
 channel-wise gates of two matrices and lightning attention, seven model types, their GGUF files and published names;
 560: all GGUF types, models in parts, gpt-oss; 40: orders and cards by kind of layer; 530: safetensors in the numbers
@@ -79,11 +79,12 @@ GGUF files; 180: responses that a server stores;
 modules; 38: biases of encoders by distance;
 448: windows of speech together, what a smaller model hears as guesses, in any tokens, methods of the audio routes;
 20: prompts whose pictures go on with fewer tokens;
-40: what to write for an option, in words and with an example"""
+40: what to write for an option, in words and with an example;
+265: positions by slot, tokens read again in full, copies of skipped layers' KV, labels in 4 bits"""
 MOST_CORE_FILES = 382  # 20: recurrent; 4: experts; 4: SambaY; 3: latent; 9: GGUF; 6: classics; 20: drafts; 11: hub;
 # 9: what clients speak; 1: threads that part; 2: what is told of a model, how it lies in files; 1: whose adapters are;
 # 1: options of tools; 7: sources and their encoders; 9: speech; 7: pictures; 6: sounds; 2: films
-MOST_LAB_LINES = 45_150
+MOST_LAB_LINES = 45_460
 """Of the package, benchmarks and tools. 392 more: plan and members; 127: two checkouts; 350: hybrids, prefixes; 620:
 training hybrids; 200: files of mixtures; 670: caches of experts,
 mixtures of dense files, experts beyond memory; 70: a day of alike requests;
@@ -99,7 +100,8 @@ all kinds, training that goes on from a part, guesses kept by place; 170: speech
 100: speech with drafts, in batches, by the hour;
 160: studies of other fields, listed and run;
 605: healing beside an encoder, batches by two
-lengths, what a decoder's layers are worth to a transcript."""
+lengths, what a decoder's layers are worth to a transcript; 310: copied KV, a text beyond the context, a request's
+runtime and price, ranks by width, votes of chains."""
 MOST_IN_FOLDER = 20
 MOST_CLASSES = 85  # each kind of part and of cache layer is a class, with its defaults; 4: of adapters; 5: of sources
 """Classes and protocols in the modules that the decoding loop imports, however indirectly."""

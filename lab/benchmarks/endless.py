@@ -28,6 +28,13 @@ from shoal.model.runner import SequenceChunk
 EVERY, SINKS, STRETCHES = 64, 4, 16
 
 
+class Sole(SimpleNamespace):
+    """A sequence alone in its cache, as far as `streaming_llm` looks at it."""
+
+    seq_id, root = 0, None
+    __hash__ = object.__hash__
+
+
 def main(argv: Sequence[str]) -> int:
     """Read, and print the losses."""
     parser = script.parser(__doc__)
@@ -57,7 +64,7 @@ def losses(engine: shoal.Engine, ids: Sequence[int], way: str, window: int) -> l
     method = StreamingLLM(window + SINKS - sinks, sinks, EVERY, "text" if way == "text" else "slots")
     keep = method.recipe(engine.info()).keep
     runner, cache = engine.runner, engine.runner.new_cache(1)
-    keeper, seq = keep.begin(runner, cache), SimpleNamespace(seq_id=0, prompt_length=0, root=None, emitted=0)
+    keeper, seq = keep.begin(runner, cache), Sole()
     full, found = DepthPlan.full(runner.num_layers), []
     for first in range(0, len(ids) - 1, EVERY):
         tokens = ids[first : first + EVERY]

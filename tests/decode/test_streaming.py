@@ -28,8 +28,8 @@ NEW = 70
 PROMPTS = [prompt(3, 1), prompt(30, 2), prompt(41, 3)]
 SHORT = {"max_position_embeddings": 32}
 """A context that the answers outlive; the rotary table of these families does not depend on it."""
-TABLE = 1e-4
-"""Tables of transformers are of float32, so that a turn and two that make it up differ so far in logits of up to 20."""
+TABLE = 1e-3
+"""Tables of transformers are of float32, so that a turn and sixty that make it up differ by so much in logits."""
 
 
 def info_of(runner: ModelRunner) -> ModelInfo:
@@ -86,7 +86,7 @@ def test_answers_outlive_the_context(backend: Backend, name: str, sinks: int, wi
     if sinks:  # without them nothing but distances within the window is seen, which turning leaves as they are
         same = next((i for i, pair in enumerate(zip(run.seqs[2].tokens, other.seqs[2].tokens, strict=True))
                      if pair[0] != pair[1]), NEW)
-        assert same < len(run.seqs[2].tokens) or gap(run.logits(2), other.logits(2)) > 1e-3
+        assert same < len(run.seqs[2].tokens) or gap(run.logits(2), other.logits(2)) > 0.05
 
 
 def test_what_cannot_be_turned_is_refused() -> None:

@@ -141,8 +141,8 @@ def test_a_correction_leaves_what_the_full_model_stores(backend: Backend, name: 
         dense = oracle_logits(reference(name), ids, FULL_PLAN, run.tokens[number])
         found = run.logits(number).to(dense.dtype)
         first = max(len(ids), K) - len(ids)
-        corrected = [place for place in range(NEW) if place > first and (place - first) % every == 0]
-        others = [place for place in range(NEW) if place > first and place not in corrected]
+        corrected = [place for place in range(first + 1 + every, NEW, every)]
+        others = [place for place in range(first + 2, NEW) if place not in corrected]
         assert corrected and gap(found[corrected], dense[corrected]) <= backend.exact
         assert gap(found[others], dense[others]) > 0.05
         assert run.seqs[number].ledger.decode_layer_tokens >= (NEW - 1 + every * len(corrected)) * LAYERS

@@ -39,7 +39,8 @@ SCORES = (4.2, 4.35, 4.4, 4.5, 4.55, 4.6, 4.7, 4.8, 5.0)
 METHOD = ATTS(alpha=0.5, draft_tokens=4, target_tokens=3, scores=SCORES)
 CASES = [METHOD, replace(METHOD, alpha=0.3, draft_tokens=3, target_tokens=5), replace(METHOD, alpha=1.0),
          replace(METHOD, alpha=0.0), replace(METHOD, draft_tokens=7, target_tokens=1), replace(METHOD, online=True),
-         replace(METHOD, alpha=0.4, scores=(), online=True, draft_tokens=3)]
+         replace(METHOD, alpha=0.4, scores=(), online=True, draft_tokens=3),
+         replace(METHOD, draft_tokens=3, scores=(2.0, 5.0, 7.0, 9.0, 10.5, 12.0, 13.0, 14.0, 15.0))]
 SMALL_LAYERS = 4
 
 

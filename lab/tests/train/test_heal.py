@@ -80,7 +80,7 @@ def test_layers_that_kept_more_get_larger_ranks() -> None:
         number = int(name.split(".layers.")[1].split(".")[0])
         assert module.r["default"] == ranks[number] == module.lora_A["default"].weight.shape[0], name
         assert module.scaling["default"] == 2
-    with pytest.raises(ValueError, match="each layer has 32 neurons"):
+    with pytest.raises(ValueError, match="each layer has 48 neurons"):
         ranks_by_width(model, 4)
 
 

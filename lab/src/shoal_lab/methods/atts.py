@@ -128,6 +128,7 @@ class ChunkTurns:
         self.large = False
         self.since: int | None = None
         self.losses = dict[int, float]()
+        self.following: tuple[int, Tensor] | None = None
         self._own: list[float] = []
 
     def look(self, logits: Tensor) -> bool:
