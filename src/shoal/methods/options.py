@@ -17,7 +17,7 @@ def fits(value: object, hint: Any) -> bool:
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return any(fits(value, arg) for arg in args)
-    if origin is Ellipsis:
+    if origin is Literal:
         return value in args
     if origin is tuple:
         if not isinstance(value, tuple):
@@ -39,7 +39,7 @@ def describe(hint: Any, *, typed: bool = False) -> str:
     if origin in (Union, types.UnionType):
         members = [arg for arg in args if not (typed and arg is object)]  # nobody types an object
         return " or ".join(describe(arg, typed=typed) for arg in members)
-    if origin is Ellipsis:
+    if origin is Literal:
         return " or ".join(str(arg) if typed else repr(arg) for arg in args)
     if origin is tuple:
         many = str(len(args)) if Ellipsis not in args else "a list of"
