@@ -167,8 +167,8 @@ def test_labels_are_what_is_stored(recipe: str, monkeypatch: pytest.MonkeyPatch)
     made: list[Labels] = []
     first = Labels.__init__
 
-    def noted(self: Labels, dims: Tensor) -> None:
-        first(self, dims)
+    def noted(self: Labels, dims: Tensor, *how: bool) -> None:
+        first(self, dims, *how)
         made.append(self)
 
     monkeypatch.setattr(Labels, "__init__", noted)

@@ -14,7 +14,6 @@ from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
     from shoal.model.kv.choice import Labels
-    from shoal.model.runner import ModelRunner
 
 Ranking = tuple[tuple[tuple[int, ...], ...], ...]
 """Per layer and KV head the dimensions of a head, those that matter most first."""
@@ -34,9 +33,9 @@ class DoubleSparsity(SelectionMethod):
         k: slots that a query reads; None for all.
         width: dimensions by which slots are scored; None for a quarter of a head's. The paper takes a sixteenth, of
             heads of 128.
+        first: layers below this one read all slots; the number of layers changes nothing.
         bits: of a label's numbers, 16 for those of the keys. With 4, as in the paper, a label has 16 steps between its
             least and its largest number. The kernels have no such labels: the choice is the paper's, and takes longer.
-        first: layers below this one read all slots; the number of layers changes nothing.
     """
 
     name: ClassVar[str] = "double_sparsity"
@@ -47,8 +46,8 @@ class DoubleSparsity(SelectionMethod):
     channels: Annotated[Ranking, Most(4096, items=4096)]
     k: Positions | None = 512
     width: Annotated[int, Most(4096)] | None = None
-    bits: Literal[4, 16] = 16
     first: Layers = DENSE_LAYERS
+    bits: Literal[4, 16] = 16
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -70,13 +69,8 @@ class DoubleSparsity(SelectionMethod):
     def labels(self) -> Labels:
         from shoal.model.kv.choice import Labels
 
-        some = next(layer for layer in self.channels if layer)  # for layers without keys, which read nothing
-        return Labels([[sorted(head[: self.label_width]) for head in layer or some] for layer in self.channels],
-                      coarse=self.bits == 4)
-
-    @override
-    def label_bytes(self, runner: ModelRunner, slots: int) -> int | None:
-        return None if self.bits == 4 else super().label_bytes(runner, slots)
+        wide, some = self.label_width, next(filter(None, self.channels))  # for layers without keys
+        return Labels([[sorted(head[:wide]) for head in layer or some] for layer in self.channels], self.bits == 4)
 
     @property
     @override

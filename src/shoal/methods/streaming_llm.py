@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from typing_extensions import override
 
-from shoal.decode.recipe import Recipe
-from shoal.errors import Unsupported
-from shoal.methods.common.eviction import EvictionMethod, ScoreKeeper
+from shoal.methods.common.eviction import EvictionMethod
 from shoal.methods.common.limits import Positions
-from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
 
-    from shoal.decode.sequence import SequenceState
     from shoal.model.kv.choice import StoredSlots
-    from shoal.model.kv.layer import KVLayer
 
 
 @dataclass(frozen=True)
@@ -73,44 +65,3 @@ class StreamingLLM(EvictionMethod):
     @override
     def turns(self) -> bool:
         return self.positions == "slots" and not self.neutral
-
-    @override
-    def recipe(self, info: ModelInfo) -> Recipe:
-        if self.turns and any(info.windows):
-            raise Unsupported('positions="slots" on this model', "some of its layers have sliding windows, which go by "
-                              "the positions in the text", 'Use positions="text"')
-        if self.turns and not info.turns_keys:
-            raise Unsupported('positions="slots" on this model', "its keys cannot be turned once they are stored: it "
-                              "is run by transformers' modules, or has no rotary embedding of the usual kind",
-                              'Use positions="text", or backend="packed"')
-        most = (self.budget or 0) + self.every
-        if self.turns and info.context is not None and most > info.context:
-            raise ValueError(f"sinks, window and every are {self.sinks}, {self.window} and {self.every}, {most} "
-                             f"positions in all; they must fit the model's context of {info.context}")
-        return super().recipe(info)
-
-    @override
-    def check(self, seq: SequenceState) -> None:
-        if self.turns and seq.source is not None:
-            raise Unsupported('positions="slots" beside pictures or another source', "their places are not those of a "
-                              "text", 'Use positions="text"')
-
-    @override
-    def begin(self, runner: Any, cache: Any) -> ScoreKeeper:
-        return TurningKeeper(self, runner, cache) if self.turns else super().begin(runner, cache)
-
-
-class TurningKeeper(ScoreKeeper):
-    """Moves what stays behind a gap to where the gap begins: its keys, and the place of the next token."""
-
-    @override
-    def rewrite(self, seq: SequenceState, layers: Sequence[tuple[int, KVLayer]]) -> None:
-        number, method = seq.seq_id, self._method
-        before = max((layer.stored(number) for _, layer in layers), default=0)
-        super().rewrite(seq, layers)
-        gone = before - max((layer.stored(number) for _, layer in layers), default=0)
-        if not gone:
-            return
-        for layer, store in layers:
-            store.turn_keys(number, method.sinks, partial(self._runner.turned_back, layer, by=gone))
-        self._cache.shifts[number] += gone

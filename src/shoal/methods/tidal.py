@@ -7,7 +7,6 @@ from typing import ClassVar, Literal
 
 from typing_extensions import override
 
-from shoal.errors import Unsupported
 from shoal.methods.base import SHOWN_QUERIES, check_layer, whole_layers
 from shoal.methods.common.limits import Layers, Positions
 from shoal.methods.common.selection import ALL, READS, SELECTS, SelectionMethod
@@ -36,8 +35,8 @@ class Tidal(SelectionMethod):
         reselect: the layer that selects anew; the number of layers for none. None for the first one without a
             sliding window at two fifths of the depth, as in the paper, or behind. What is lost depends on it more than
             on `k`, and which one is best on the model: see lab/reports/long.
-        correct: after how many tokens of an answer these are read again; None for never.
         share: who shares a set of slots, those query heads that share a `kv_head` or each `query_head` with itself.
+        correct: after how many tokens of an answer these are read again; None for never.
     """
 
     name: ClassVar[str] = "tidal"
@@ -48,29 +47,15 @@ class Tidal(SelectionMethod):
     k: Positions | None = 512
     select: Layers | None = None
     reselect: Layers | None = None
-    correct: Positions | None = None
     share: Literal["kv_head", "query_head"] = "kv_head"
+    correct: Positions | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.correct is not None and self.correct < 1:
-            raise ValueError(f"correct is {self.correct}; it must be at least 1 token, or None for never")
         if self.select is not None and self.select < 0:
             raise ValueError(f"select is {self.select}; it must be at least 0, the first layer")
         if self.reselect is not None and self.reselect <= (self.select or 0):
             raise ValueError(f"reselect is {self.reselect}; it must come behind select, {self.select or 0}")
-
-    @property
-    @override
-    def corrects(self) -> int | None:
-        return self.correct
-
-    @override
-    def selects(self, info: ModelInfo) -> bool:
-        if self.correct is not None and (any(info.windows) or info.sources or not all(info.attends)):
-            raise Unsupported("correct of tidal on this model", "some of its layers have windows or states, or read "
-                              "others, and do not store what going back takes", "Leave correct out")
-        return super().selects(info)
 
     @override
     def roles(self, info: ModelInfo) -> tuple[int, ...]:
