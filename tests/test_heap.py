@@ -88,3 +88,25 @@ def test_large_blocks_are_mapped_even_after_others_were_freed() -> None:
         return found.stdout.strip()
 
     assert (kept("mapped"), kept("not")) == ("False", "True")
+
+
+def test_what_has_settled_is_not_walked_again() -> None:
+    """In a process of its own, since it holds for good. What comes later is collected as ever."""
+    code = """if True:
+        import gc, weakref
+        from shoal import heap
+        class Node:
+            pass
+        lost = Node()
+        lost.itself, seen = lost, weakref.ref(lost)
+        del lost
+        heap.settle()
+        known = gc.get_freeze_count()
+        late = Node()
+        late.itself, later = late, weakref.ref(late)
+        del late
+        gc.collect()
+        print(seen() is None, known > 1000, len(gc.get_objects()) < 100, later() is None)
+    """
+    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert found.stdout.split() == ["True"] * 4

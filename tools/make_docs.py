@@ -134,7 +134,7 @@ def folders() -> str:
     for title, root in (("`src/shoal/`", core), ("`lab/src/shoal_lab/`", lab)):
         lines += [f"| {title} | what is in it |", "|---|---|"]
         for path in sorted(root.rglob("__init__.py")):
-            if path.parent != root:
+            if path.parent != root and path.parent.parent.name != "other_fields":  # each is a study
                 lines.append(f"| `{path.parent.relative_to(root).as_posix()}/` | {first_sentence(path)} |")
         lines.append("")
     return "\n".join(lines).rstrip()

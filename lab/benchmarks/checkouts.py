@@ -13,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,9 @@ import json, sys, time
 import shoal
 engine = shoal.load(sys.argv[1])
 for line in sys.stdin:
-    prompts, tokens = json.loads(line)
+    prompts, tokens, method = json.loads(line)
     start = time.perf_counter()
-    found = engine.generate(prompts, max_new_tokens=tokens, ignore_eos=True, temperature=0)
+    found = engine.generate(prompts, method=method, max_new_tokens=tokens, ignore_eos=True, temperature=0)
     seconds = time.perf_counter() - start
     print(json.dumps([seconds, [list(one.tokens) for one in found]]), flush=True)
 """
@@ -48,10 +49,10 @@ class Checkout:
                                          stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.pid = self._process.pid
 
-    def decode(self, batch: int, tokens: int) -> tuple[float, list[list[int]]]:
+    def decode(self, prompts: Sequence[str], tokens: int, method: str = "full") -> tuple[float, list[list[int]]]:
         """Seconds, and the tokens of each text."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps([PROMPTS[:batch], tokens]) + "\n")
+        self._process.stdin.write(json.dumps([prompts, tokens, method]) + "\n")
         self._process.stdin.flush()
         seconds, texts = json.loads(self._process.stdout.readline())
         return seconds, texts
@@ -83,12 +84,12 @@ def main() -> int:
 
 
 def _compare(pair: list[Checkout], model: Path, batch: int, tokens: int, count: int) -> dict[str, Any]:
-    texts = [one.decode(batch, tokens)[1] for one in pair]
+    texts = [one.decode(PROMPTS[:batch], tokens)[1] for one in pair]
     pids = [one.pid for one in pair]
     before, seconds = snapshot(pids), ([0.0] * count, [0.0] * count)
     for number in range(count):
         for side in rounds.in_order([0, 1], number):
-            seconds[side][number] = pair[side].decode(batch, tokens)[0]
+            seconds[side][number] = pair[side].decode(PROMPTS[:batch], tokens)[0]
     old, new = seconds
     result = {
         "model": model.name, "batch": batch, "tokens": tokens, "apart": texts[0] != texts[1],

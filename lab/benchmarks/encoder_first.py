@@ -4,8 +4,8 @@
 
 Both have random weights and the same width: T5's form with two thirds of its layers in the encoder, and Llama's with as
 many numbers in all (Return of the Encoder, arXiv 2501.16273, has that split). The prompt is the encoder's source on one
-side and the decoder's prompt on the other. Decoders are in int8 on Shoal's kernels, the encoder is transformers' module
-in the engine's dtype. In each round both take their turn, in one process.
+side and the decoder's prompt on the other. Decoders and the encoder are in int8 on Shoal's kernels. In each round both
+take their turn, in one process.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
-"""Time of Python per plain token: CPU time of a step less that of the kernels' call, and a profile of it.
+"""Time of Python per step: CPU time of a decoding forward less that of the kernels' calls, and a profile of it.
 
-    python lab/benchmarks/python_step.py --model FILE [--tokens 200] [--rounds 5] [--top 25] [--json OUT]
+    python lab/benchmarks/python_step.py --model FILE [--method prompt_lookup] [--tokens 200] [--rounds 5] [--top 25]
+        [--json OUT]
 
 One thread computes everything, and its own CPU time is taken, so that other work on the machine does not count. Each
-round decodes a text greedily by `Engine.generate`; the median round counts. The last line on stdout is the report.
+round decodes a text greedily by `Engine.stream`, with a drafting method one that repeats itself; the median round
+counts. Without a draft, a call of the kernels may run several steps. The last line on stdout is the report.
 """
 
 from __future__ import annotations
 
 import cProfile
-import json
 import pstats
 import statistics
 import sys
@@ -22,11 +23,19 @@ import torch
 
 import script
 import shoal
+from shoal.engine.scheduling.stream import Stream
 from shoal.model.packed import native
 from shoal.model.packed.native.library import require
-from shoal_lab.bench import report
+from shoal.types import Stats
 
 PROMPT = "The history of bread begins"
+REPEATED = """def area(width, height):
+    return width * height
+
+def volume(width, height, depth):
+    return width * height * depth
+
+"""
 
 
 class Kernels:
@@ -62,48 +71,60 @@ def main() -> int:
     """Measure and write."""
     parser = script.parser(__doc__)
     parser.add_argument("--model")
+    parser.add_argument("--method", default="full")
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--top", type=int, default=25)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    engine = shoal.load(args.model)
+    engine, prompt = shoal.load(args.model), PROMPT if args.method == "full" else 3 * REPEATED + "def area("
 
-    def decode() -> None:
-        engine.generate(PROMPT, max_new_tokens=args.tokens, ignore_eos=True)
+    def stream() -> Stream:
+        return engine.stream(prompt, method=args.method, max_new_tokens=args.tokens, ignore_eos=True, temperature=0)
 
-    decode()
-    rounds = [_round(decode) for _ in range(args.rounds)]
-    step, kernels = (statistics.median(one[place] for one in rounds) / args.tokens * 1e3 for place in (0, 1))
-    found = {
-        **script.heading(__file__, sys.argv[1:]),
+    _round(stream())  # the head's bounds are made once they are of use
+    rounds = [_round(stream()) for _ in range(args.rounds)]
+    step, kernels = (statistics.median(one[place] for one in rounds) * 1e3 for place in (0, 1))
+    profile, stats = _profile(stream(), args.top)
+    script.publish(__file__, sys.argv[1:], {
         "kind": "python_step", "model": Path(engine.model_name).name, "vectors": native.vector_set(),
+        "method": args.method, "forwards": _steps(stats), "drafted": stats.drafted, "accepted": stats.accepted,
         "milliseconds": {"step": round(step, 4), "kernels": round(kernels, 4), "python": round(step - kernels, 4)},
-        "rounds": [[round(value / args.tokens * 1e3, 4) for value in one] for one in rounds],
-        "profile": _profile(decode, args.tokens, args.top),
-    }
-    report.write(found, args.json)
-    print(json.dumps(found["milliseconds"]), file=sys.stderr)
+        "rounds": [[round(value * 1e3, 4) for value in one] for one in rounds], "profile": profile,
+    }, args.json)
     return 0
 
 
-def _round(decode: Callable[[], None]) -> tuple[float, float]:
-    """CPU seconds, and those of the kernels."""
+def _round(stream: Stream) -> tuple[float, float]:
+    """CPU seconds per forward after the prompt's, and those of the kernels."""
+    next(stream)
     with Kernels() as kernels:
         start = time.thread_time()
-        decode()
-        return time.thread_time() - start, kernels.seconds
+        _read(stream)
+        seconds = time.thread_time() - start
+    return seconds / _steps(stream.result.stats), kernels.seconds / _steps(stream.result.stats)
 
 
-def _profile(decode: Callable[[], None], tokens: int, top: int) -> list[dict[str, Any]]:
-    """The functions with most time of their own, per token; the profiler slows all of them down."""
+def _read(stream: Stream) -> None:
+    for _ in stream:
+        pass
+
+
+def _steps(stats: Stats) -> int:
+    return stats.target_forwards - 1
+
+
+def _profile(stream: Stream, top: int) -> tuple[list[dict[str, Any]], Stats]:
+    """The functions with most time of their own, per forward; the profiler slows all of them down."""
+    next(stream)
     profile = cProfile.Profile(time.thread_time)
-    profile.runcall(decode)
-    entries = pstats.Stats(profile).stats.items()  # type: ignore[attr-defined]
+    profile.runcall(_read, stream)
+    stats = stream.result.stats
+    entries, steps = pstats.Stats(profile).stats.items(), _steps(stats)  # type: ignore[attr-defined]
     most = sorted(entries, key=lambda item: -item[1][2])[:top]
-    return [{"function": f"{Path(place[0]).name}:{place[1]} {place[2]}", "calls": round(calls / tokens, 2),
-             "own_microseconds": round(own / tokens * 1e6, 2), "microseconds": round(total / tokens * 1e6, 2)}
-            for place, (_, calls, own, total, _) in most]
+    return [{"function": f"{Path(place[0]).name}:{place[1]} {place[2]}", "calls": round(calls / steps, 2),
+             "own_microseconds": round(own / steps * 1e6, 2), "microseconds": round(total / steps * 1e6, 2)}
+            for place, (_, calls, own, total, _) in most], stats
 
 
 if __name__ == "__main__":

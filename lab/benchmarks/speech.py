@@ -7,7 +7,8 @@ reads the short files, one after another, in a process of its own which is warme
 engines take their turn. All are greedy, with timestamps, temperatures that rise as by default, no detection of voices,
 and the same threads. `--engines` names them:
 
-    shoal, shoal:bfloat16, shoal:int8, shoal:full+METHOD    precisions and methods of Shoal
+    shoal, shoal:bfloat16, shoal:int8, shoal:full+METHOD    precisions and methods of Shoal, with options as in
+        `shoal bench`: shoal:int8+eagle:part=DIR:length=2
     shoal:int8+draft    guesses by the smaller Whisper model of --draft, through text
     shoal:int8+batch=N  the files, up to N of them together
     faster-whisper:int8, faster-whisper:float32
@@ -17,8 +18,10 @@ With `--windows N` they read N windows of 28 to 30 seconds in place of the files
 and cut where that is quietest. With `--minutes M` they are said again and again in one file of M minutes, and the
 report has the most memory that the process took.
 
-Of Shoal, the encoders' seconds and the decoders' stand apart; both models count. Word error rates are over words as
-the model's own normaliser writes them, of the files alone. The last line on stdout is the report.
+Of Shoal, the encoders' seconds and the decoders' stand apart; both models count. `drafts` are the seconds of guessing
+among the latter, `guessed_at` and `kept_at` count guesses by their distance from the last certain token. Word error
+rates are over words as the model's own normaliser writes them, of the files alone. The last line on stdout is the
+report.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ import subprocess
 import sys
 import time
 import wave
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -44,6 +48,9 @@ import numpy as np
 import script
 
 _MOST_SECONDS = 30.0
+_EACH = ("seconds", "encoders", "decoders", "drafts", "peak_mb")
+_ONCE = ("errors", "of", "forwards", "tokens", "guessed_at", "kept_at", "texts")
+"""What is told of every round, and of the first alone."""
 Hear = Callable[[Sequence[Path]], list[str]]
 """Maps files to what is said in each."""
 
@@ -73,8 +80,8 @@ def main() -> int:
             print(name, runs[name][-1]["seconds"], file=sys.stderr)
     spoken = next(iter(runs.values()))[0]["spoken"]
     results = [{"engine": name, "speed": round(spoken / median(one["seconds"] for one in found), 2),
-                **{key: [one[key] for one in found] for key in ("seconds", "encoders", "decoders", "peak_mb")},
-                **{key: found[0][key] for key in ("errors", "of", "forwards", "tokens", "texts")}}
+                **{key: [one[key] for one in found] for key in _EACH},
+                **{key: found[0][key] for key in _ONCE}}
                for name, found in runs.items()]
     for one in results:
         one["changed"] = sum(own != plain for own, plain in zip(one["texts"], results[0]["texts"], strict=True))
@@ -106,7 +113,9 @@ def worker(args: argparse.Namespace, name: str) -> dict[str, Any]:
     with TemporaryDirectory() as folder:
         files = sounds_of(args, Path(folder))
         hear([args.data / files_of(args.data)[0]["file"]])
-        TIMES.update(encoders=0.0, decoders=0.0, forwards=0, tokens=0)
+        TIMES.update(encoders=0.0, decoders=0.0, drafts=0.0, forwards=0, tokens=0)
+        for places in COUNTS.values():
+            places.clear()
         began = time.perf_counter()
         texts = hear([args.data / one["file"] for one in files])
         seconds = time.perf_counter() - began
@@ -116,11 +125,14 @@ def worker(args: argparse.Namespace, name: str) -> dict[str, Any]:
     return {"seconds": round(seconds, 3), "errors": None, **wrong, "of": sum(len(wanted) for wanted, _ in pairs),
             "texts": texts, "spoken": round(sum(one["seconds"] for one in files), 2),
             "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
-            **{name: round(value, 3) for name, value in TIMES.items()}}
+            **{name: round(value, 3) for name, value in TIMES.items()},
+            **{name: [places[at] for at in sorted(COUNTS["guessed_at"])] for name, places in COUNTS.items()}}
 
 
 TIMES: dict[str, float] = {}
 """Seconds of encoders and of decoders, forwards of the target's and their tokens, as far as the engine tells."""
+COUNTS: dict[str, Counter[int]] = {"guessed_at": Counter(), "kept_at": Counter()}
+"""Guesses by their distance from the last certain token."""
 
 
 def sounds_of(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
@@ -176,9 +188,22 @@ def timed(owner: Any, name: str, key: str) -> None:
         for one in (made if isinstance(made, list) else [made]) if name == "generate" else ():
             TIMES["forwards"] = TIMES.get("forwards", 0) + one.stats.target_forwards
             TIMES["tokens"] = TIMES.get("tokens", 0) + one.stats.new_tokens
+            TIMES["drafts"] = TIMES.get("drafts", 0) + one.stats.draft_seconds
         return made
 
     setattr(owner, name, run)
+
+
+def counted(stream: Any) -> None:
+    """Count the guesses of every answer in `COUNTS`."""
+    own = stream.result_of
+
+    def told(seq: Any, *given: Any) -> Any:
+        COUNTS["guessed_at"].update(seq.ledger.drafted_at)
+        COUNTS["kept_at"].update(seq.ledger.accepted_at)
+        return own(seq, *given)
+
+    stream.result_of = told
 
 
 def of_shoal(args: argparse.Namespace, how: str) -> Hear:
@@ -187,8 +212,10 @@ def of_shoal(args: argparse.Namespace, how: str) -> Hear:
 
     import shoal
     from shoal.audio import Audio
+    from shoal.engine.scheduling import stream
     from shoal.speech import drafts
     from shoal.speech.transcribe import Transcriber, Wish
+    from shoal_lab.cli.method_list import methods_from
 
     torch.set_num_threads(args.threads)
     precision, _, more = how.partition("+")
@@ -197,13 +224,15 @@ def of_shoal(args: argparse.Namespace, how: str) -> Hear:
     engines = [shoal.load(str(path), quant=quant, dtype=dtype)
                for path in (args.model, *([args.draft] if more == "draft" else []))]
     timed(engines[0], "generate", "decoders")
+    counted(stream)
     timed(drafts, "greedy", "decoders")
     for engine in engines:
         assert engine.encoder is not None
         timed(engine.encoder.module, "forward", "encoders")
     transcriber = Transcriber(engines[0], *map(Transcriber, engines[1:]))
     size = int(more.removeprefix("batch=")) if more.startswith("batch=") else 1
-    wish = Wish(args.language or None, method="full" if more == "draft" or size > 1 else more or "full")
+    named = "full" if more == "draft" or size > 1 else more or "full"
+    wish = Wish(args.language or None, method=methods_from(named)[named])
 
     def hear(paths: Sequence[Path]) -> list[str]:
         found = [""] * len(paths)

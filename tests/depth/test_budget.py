@@ -18,6 +18,7 @@ from shoal.depth.budget import (
     counts,
     ideal_speedup,
     lowest_mean,
+    mean_depth,
     solve_alpha,
 )
 
@@ -164,6 +165,18 @@ def test_the_mean_is_that_of_the_table(rounding: str) -> None:
     alpha = solve_alpha(32, 20.0, 256, 0.25, 4, rounding)  # type: ignore[arg-type]
     table = counts(PowerLaw(alpha, 0.25, rounding), 32, 4, 256, 256)  # type: ignore[arg-type]
     assert sum(table) / 256 == pytest.approx(20.0, abs=0.02)
+
+
+@given(st.floats(1e-3, 1), st.floats(0, 1) | st.integers(0, 50), st.integers(1, 300), st.data())
+def test_a_mean_depth_is_that_of_the_counts(
+    alpha: float, start: float | int, horizon: int, data: st.DataObject
+) -> None:
+    rounding = data.draw(st.sampled_from(["floor", "ceil", "round"]))
+    num_layers = data.draw(st.integers(1, 40))
+    core = data.draw(st.integers(0, num_layers))
+    budget = PowerLaw(alpha, start, rounding)
+    table = counts(budget, num_layers, core, horizon, horizon)
+    assert mean_depth(budget, num_layers, core, horizon) == sum(table) / horizon
 
 
 def test_the_whole_stack_is_alpha_one() -> None:

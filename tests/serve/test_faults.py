@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import random
@@ -18,6 +19,7 @@ import pytest
 from serving import MODEL, Running, serving, tiny_engine, wait
 from shoal.serve import middleware
 from shoal.serve.answer import Answer
+from shoal.serve.settings import Settings
 
 ANSWERS: weakref.WeakSet[Answer] = weakref.WeakSet()
 PLAIN: dict[str, Any] = {"model": MODEL, "prompt": "Some words", "temperature": 0, "max_tokens": 120}
@@ -153,6 +155,22 @@ def test_clients_that_stall_are_given_up(monkeypatch: pytest.MonkeyPatch) -> Non
             calm(server)
         assert ask(server, max_tokens=5).status_code == 200
         calm(server)
+
+
+def test_a_request_that_got_no_answer_in_time_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as one that waited for its model until another limit had passed."""
+    monkeypatch.setattr(middleware, "LAST_WORDS", 0.1)
+
+    async def never(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.sleep(60)
+
+    async def asked() -> httpx.Response:
+        gate = middleware.Gate(never, Settings(model_name="model", timeout=0.1))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(gate), base_url="http://localhost") as client:
+            return await client.post("/v1/completions", json=PLAIN)
+
+    answer = asyncio.run(asked())
+    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
 
 
 def test_a_shutdown_that_cannot_wait_says_so_line_by_line(caplog: pytest.LogCaptureFixture) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,12 @@ import pytest
 import torch
 
 import shoal
+from eagle_part import write_eagle_for
 from real_models import real_model
 from shared_models import data_path
 from shoal.audio import RATE, Audio, Samples
 from shoal.engine.engine import Engine
+from shoal.methods.eagle import Eagle
 from shoal.speech.transcribe import Segment, Transcriber, Wish
 
 pytest.importorskip("av")
@@ -75,6 +78,13 @@ def test_words_are_those_of_transformers(name: str) -> None:
 @pytest.mark.parametrize("method", ["auto", "prompt_lookup", "d3_spec"])
 def test_drafts_change_no_word_of_a_long_file(method: str) -> None:
     sound = sound_of("sonnet1-long.flac")
+    assert heard("whisper-base", sound, method=method) == heard("whisper-base", sound)
+
+
+@pytest.mark.slow
+def test_a_layer_that_guesses_badly_changes_no_word_of_a_long_file(tmp_path: Path) -> None:
+    part = write_eagle_for(engine_of("whisper-base"), tmp_path, tuple(range(220, 4000)))
+    sound, method = sound_of("sonnet1-long.flac"), Eagle(part=str(part), stop=0.0)
     assert heard("whisper-base", sound, method=method) == heard("whisper-base", sound)
 
 

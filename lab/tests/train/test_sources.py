@@ -27,7 +27,7 @@ from shoal_lab.train import buckets, corpus, export
 from shoal_lab.train.corpus import AnsweredText, CorpusWish
 from shoal_lab.train.heal import HealModule, body
 from shoal_lab.train.part import Base, TextBatch
-from shoal_lab.train.sources import Sources, plain
+from shoal_lab.train.sources import Sources, plain, spoken
 from whispers import tone, wav, whisper, write
 
 METHOD = Schedule(order=(1, 0), steps=(2, 5))
@@ -162,6 +162,56 @@ def test_a_model_that_hears_is_healed(
     assert "holds answers of another kind" in capsys.readouterr().err
 
 
+def test_a_layer_is_trained_on_transcripts_and_guesses(
+    folders: dict[str, Path], sounds: list[Path], tmp_path: Path, capsys: Any
+) -> None:
+    argv = ["train", "eagle", "--model", str(folders["whisper"]), "--speech", str(sounds[0].parent), "--windows", "20",
+            "--max-new-tokens", "12", "--epochs", "1", "--out", str(tmp_path / "part"), "--json"]
+    assert main(argv) == 0
+    card = json.loads(capsys.readouterr().out)
+    assert card["part"] == "eagle" and card["answers"]["files"] == [path.name for path in sounds]
+    assert card["answers"]["varied"] and card["steps"][0] == card["steps"][1] > 0
+    held = corpus.Corpus(tmp_path / "part" / "answers")
+    assert len(held.shards) == 2 and held.answers(0, validation=False)[0].source is None
+    assert main(argv) == 0
+    assert f"going on at step {card['steps'][0]}" in capsys.readouterr().err
+    found = []
+    for more in ([], ["--method", "eagle", "--part", str(tmp_path / "part"), "--stop", "0"]):
+        assert main(["transcribe", str(sounds[0]), "--model", str(folders["whisper"]), "--json", *more]) == 0
+        found.append(json.loads(capsys.readouterr().out)["files"][0]["segments"])
+    assert found[0] == found[1]
+
+
+def test_times_and_words_learned_first_are_guessed_beside_frequent_ones(folders: dict[str, Path]) -> None:
+    engine = shoal.load(str(folders["whisper"]))
+    first = engine.tokenizer.get_added_vocab()["<|0.00|>"]
+    found = spoken(engine, {3, first + 1}, 1600)
+    assert found[:2] == [first, first + 2] and len(found) == 1598 and {3, first + 1}.isdisjoint(found)
+    words = found[engine.runner.vocab_size - first - 1 :]
+    assert words == [token for token in range(len(words) + 1) if token != 3] != []
+    assert spoken(engine, {3}, 1) == []
+
+
+def test_varied_windows_are_said_at_other_speeds_under_noise(folders: dict[str, Path], sounds: list[Path]) -> None:
+    engine, plainly, _ = asked_of("whisper", folders, sounds)
+    varied = Sources(engine, sounds, varied=True, kept=False)
+    windows = varied.windows(40, 1)
+    assert [one[3:] for one in windows] == plainly.windows(40, 1)
+    assert varied.facts == {**plainly.facts, "varied": True, "sources_kept": False}
+    speeds = set()
+    for window in windows:
+        bare, heard = plainly._samples(window[3:]), varied._samples(window)
+        speeds.add(window[1])
+        assert abs(len(heard) - min(len(bare) * 100 / window[1], 30 * RATE)) < 2 and heard.dtype == bare.dtype
+        assert (heard == varied._samples(window)).all()
+    assert min(speeds) < 95 and max(speeds) > 107
+    loud, soft = (varied._samples([-1, 100, above, *windows[0][3:]]) for above in (10, 40))
+    bare = plainly._samples(windows[0][3:])[:-1]
+    size = (bare**2).mean() ** 0.5
+    noises = [((some - bare) ** 2).mean() ** 0.5 / size for some in (loud, soft)]
+    assert abs(noises[0] - 10**-0.5) < 0.01 and abs(noises[1] - 0.01) < 0.001
+
+
 def test_what_cannot_be_trained_beside_an_encoder(
     folders: dict[str, Path], sounds: list[Path], tmp_path: Path, capsys: Any
 ) -> None:
@@ -175,7 +225,8 @@ def test_what_cannot_be_trained_beside_an_encoder(
     assert "name sounds by --speech" in refusal("heal", "--model", folders["whisper"], *under)
     assert "leave out --speech" in refusal("heal", "--model", folders["bart"], *under, "--speech", sounds[0])
     assert "medusa beside an encoder" in refusal("medusa", "--model", folders["bart"], "--questions", 1)
-    assert "--windows belongs to heal" in refusal("medusa", *deaf, "--windows", 3)
+    assert "--taps beside an encoder" in refusal("eagle", "--model", folders["bart"], "--taps", "0,1")
+    assert "--windows belongs to heal and eagle" in refusal("medusa", *deaf, "--windows", 3)
     with pytest.raises(Unsupported, match="its decoder's layers are not read one by one"):
         Sources(engine_for(model_of("t5")))
     with pytest.raises(Unsupported, match="its LM head has a bias"):

@@ -28,6 +28,7 @@ EXAMPLES = """examples:
   shoal serve --model path/to/model --method d3 --alpha 0.99 --port 8080
   shoal serve --method d3 --admission waves --patience 2 --methods full,d3
   shoal serve --model path/to/model --replicas 4
+  shoal serve --model path/to/model --tensor-parallel 2
   shoal serve --model path/to/model --memory 2GiB
   shoal serve --model qwen3:4b --model gemma3:4b --memory 8GiB --keep-alive 10m
   shoal serve --model qwen3:4b --mcp servers.json
@@ -62,6 +63,8 @@ def _add_address(parser: Parser) -> None:
     group.add_argument("--port", metavar="P", type=int, default=8000, help="port to listen on; 0 takes a free one")
     group.add_argument("--replicas", metavar="N", type=int, default=1, help="processes, each with its own model, "
                        "behind Ray Serve; more than 1 needs the extra ray")
+    group.add_argument("--tensor-parallel", metavar="N", type=int, help="processes that share the model, each with a "
+                       "slice of every matrix; under torchrun those that it has started")
     group.add_argument("--api-key", metavar="K", action="append", default=[], help="key that requests need; repeatable")
     group.add_argument("--served-model-name", metavar="N", help="the model's name for clients; by default its folder")
     group.add_argument("--methods", metavar="A,B", help="methods that requests may name, or none; by default all that "
@@ -135,6 +138,8 @@ def run(args: argparse.Namespace) -> int:
     with needs("serve", "shoal serve"):
         from shoal.serve.run import bind
         from shoal.serve.run import run as serve
+    if args.tensor_parallel is not None:
+        return _in_processes(args, settings, configs)
     if args.replicas > 1:
         args.model = next(iter(args.model or ()), None)
         return _replicas(args, settings)
@@ -165,6 +170,24 @@ def _tool_configs(args: argparse.Namespace, settings: Settings) -> Sequence[Serv
     return configs
 
 
+def _in_processes(args: argparse.Namespace, settings: Settings, configs: Sequence[ServerConfig]) -> int:
+    serving.check_slices(args)
+    args.model = next(iter(args.model or ()), None)
+    from shoal.engine.loading.device import device_of
+    from shoal.serve import processes
+    from shoal.serve.run import bind
+
+    if processes.rank():
+        processes.prepare()
+        return processes.follow(_parts(args, settings)[0])
+    bring.ready(args.model, args.revision, yes=args.yes)  # the processes have no terminal to ask on
+    serving.check_model(args)
+    with (bind(args.host, args.port) as listener, tool_servers.running(args, configs) as tools,
+          processes.started(args.tensor_parallel, args.argv[1:], device_of(args.device)) as others):
+        scheduler, settings = _parts(args, replace(settings, tools=tools))
+        return processes.serve(scheduler, settings, listener, others)
+
+
 def _replicas(args: argparse.Namespace, settings: Settings) -> int:
     bring.ready(args.model, args.revision, yes=args.yes)  # the processes have no terminal to ask on
     from shoal.serve.replicas import Fleet
@@ -177,7 +200,7 @@ def _replicas(args: argparse.Namespace, settings: Settings) -> int:
 
 def _parts(args: argparse.Namespace, settings: Settings) -> tuple[Scheduler, Settings]:
     """The scheduler of a server, with a newly loaded model, and the settings with the model's name."""
-    engine = common.load_engine(args, chats=True)
+    engine = common.load_engine(args, tensor_parallel=args.tensor_parallel is not None, chats=True)
     serving.check_branches(args, engine, args.method)
     name = args.served_model_name or Path(engine.model_name).name or settings.model_name
     if name in engine.adapters:

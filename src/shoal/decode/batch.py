@@ -515,7 +515,7 @@ class _Share:
             ledger.drafted += len(self.tree) - 1
             ledger.drafted_at.update(range(1, self.tree.depths[-1] + 1))
         steps = self.chunk.steps
-        ledger.count(*(plan.depth_in(layers, step) for step in steps[:unread]), *map(plan.depth, steps[unread:]))
+        ledger.count(*(plan.depth_in(layers, step) for step in steps[:unread]), *plan.depths(steps[unread:]))
 
 
 def _guesses(seq: RunningSequence, tree: TokenTree, before: int) -> _Share:

@@ -157,6 +157,9 @@ class Components:
         return min(seq.room, ahead or seq.room) - 1
 
     def _all_at_work(self, seqs: Sequence[RunningSequence]) -> list[tuple[Worker, list[RunningSequence]]]:
+        recipe = seqs[0].recipe if seqs else None
+        if recipe is not None and recipe.settled and all([seq.recipe is recipe for seq in seqs]):  # the usual case
+            return [(self._worker(component), [*seqs]) for component in recipe.workers]
         columns = zip(*map(_components, seqs), strict=True)
         return [pair for components in columns if any([one is not None for one in components])
                 for pair in self._at_work(seqs, components)]
@@ -184,7 +187,7 @@ class Components:
 def _components(seq: RunningSequence) -> tuple[Component[Worker] | None, ...]:
     """The components of the sequence's recipe that have workers."""
     recipe, plan = seq.recipe, seq.plan
-    by_prompt = plan if isinstance(plan, PlanByPrompt) else None
+    by_prompt = plan if not recipe.settled and isinstance(plan, PlanByPrompt) else None
     return by_prompt, recipe.drafter, recipe.pace, recipe.keep, recipe.select, recipe.experts
 
 

@@ -177,7 +177,7 @@ class Recipe:
             return "none"
         return "full" if self.plan.is_full else "plan"
 
-    @property
+    @cached_property
     def settled(self) -> bool:
         """Whether the plan is known before the prompt is read."""
         return not isinstance(self.plan, PlanByPrompt)
@@ -217,15 +217,21 @@ class Recipe:
         """The most sequences that decode at once for one answer."""
         return 1 if self.search is None else self.search.most(greedy)
 
-    @property
+    @cached_property
     def drafter(self) -> Proposer | None:
         """The proposer without its pace."""
         return self.proposer.proposer if isinstance(self.proposer, Paced) else self.proposer
 
-    @property
+    @cached_property
     def pace(self) -> Component[DraftLengthPolicy] | None:
         """What limits the guesses of the proposer."""
         return self.proposer.policy if isinstance(self.proposer, Paced) else None
+
+    @cached_property
+    def workers(self) -> tuple[Component[Worker], ...]:
+        """The components that have workers, those of a plan apart."""
+        found = self.drafter, self.pace, self.keep, self.select, self.experts
+        return tuple(one for one in found if one is not None)
 
     @cached_property
     def has_workers(self) -> bool:

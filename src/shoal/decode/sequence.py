@@ -135,12 +135,12 @@ class SequenceState:
         """
         first, texts = self.emitted, self.stop.push(tokens)
         kept = tokens[: len(texts)]
+        depths = self.plan.depths(range(first, first + len(kept))) if depth is None else [depth] * len(kept)
         wanted = None if self.sampling.logprobs is None else logprob
         known = [None] * len(kept) if wanted is None else [wanted(*one) for one in enumerate(kept)]  # by this history
         steps = [
-            Step(self.number, index, token, text, self.plan.depth(index) if depth is None else depth,
-                 index < first + guessed, log)
-            for index, (token, text, log) in enumerate(zip(kept, texts, known, strict=True), start=first)
+            Step(self.number, index, token, text, ran, index < first + guessed, log)
+            for index, (token, text, ran, log) in enumerate(zip(kept, texts, depths, known, strict=True), start=first)
         ]
         if steps and self.finish_reason is not None:
             steps[-1] = replace(steps[-1], finish_reason=self.finish_reason)

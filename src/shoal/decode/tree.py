@@ -6,6 +6,7 @@ model's own next token. A tree with the root alone is the plain decoding step, a
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -37,15 +38,18 @@ class TokenTree:
 
     @classmethod
     def chain(cls, tokens: Sequence[int]) -> TokenTree:
-        """A chain: the root `tokens[0]`, then one guess after another."""
-        return cls(tuple(tokens), tuple(range(-1, len(tokens) - 1)))
+        """A chain: the root `tokens[0]`, then one guess after another; nothing else needs checking."""
+        if not tokens:
+            raise ValueError("a token tree needs a root")
+        tree, depths = object.__new__(cls), tuple(range(len(tokens)))
+        tree.__dict__.update(tokens=tuple(tokens), parents=(-1, *depths[:-1]), draft_probs=None, is_chain=True,
+                             depths=depths)
+        return tree
 
     @classmethod
     def root(cls, token: int) -> TokenTree:
-        """The last token alone, of plain decoding; nothing needs checking."""
-        tree = object.__new__(cls)
-        tree.__dict__.update(tokens=(token,), parents=(-1,), draft_probs=None, is_chain=True, depths=(0,))
-        return tree
+        """The last token alone, of plain decoding."""
+        return cls.chain((token,))
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -78,9 +82,9 @@ class TokenTree:
 
     def cut(self, depth: int) -> TokenTree:
         """The nodes at most `depth` away from the root."""
-        if len(self.tokens) == 1:
+        if self.depths[-1] <= depth or len(self.tokens) == 1:
             return self
-        return self.first(max(1, sum(d <= depth for d in self.depths)))
+        return self.first(max(1, bisect_right(self.depths, depth)))
 
     def within(self, most: int | None) -> TokenTree:
         """The first nodes, at most that many; None for all."""
@@ -90,6 +94,8 @@ class TokenTree:
         """The first `size` nodes, if there are more."""
         if size >= len(self):
             return self
+        if self.is_chain and self.draft_probs is None:
+            return TokenTree.chain(self.tokens[:size])
         return TokenTree(self.tokens[:size], self.parents[:size], self.draft_probs and self.draft_probs[:size])
 
     def child(self, node: int, token: int) -> int | None:

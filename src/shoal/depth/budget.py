@@ -7,6 +7,7 @@ many layers) or a float in (0, 1] (a share of the model's L layers): `1` is one 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -106,13 +107,17 @@ class StepDown(Budget):
 
 def counts(budget: Budget, num_layers: int, core: int, horizon: int, steps: int) -> tuple[int, ...]:
     """The layer counts of steps 0..steps-1 over a horizon in tokens, clamped to [core, L]; entry 0 is L."""
-    for name, value in (("horizon", horizon), ("steps", steps)):
+    _check(num_layers, core, horizon=horizon, steps=steps)
+    later = (budget.layers(step, num_layers, horizon) for step in range(1, steps))
+    return (num_layers, *(min(max(count, core), num_layers) for count in later))
+
+
+def _check(num_layers: int, core: int, **tokens: int) -> None:
+    for name, value in tokens.items():
         if value < 1:
             raise ValueError(f"{name} is {value}; it must be at least 1 token")
     if not 0 <= core <= num_layers:
         raise ValueError(f"core is {core}; it must be in 0..{num_layers}, the model's number of layers")
-    later = (budget.layers(step, num_layers, horizon) for step in range(1, steps))
-    return (num_layers, *(min(max(count, core), num_layers) for count in later))
 
 
 def as_layers(value: float | int, num_layers: int) -> int:
@@ -181,7 +186,12 @@ def least_mean(num_layers: int, start: float | int, core: int) -> float:
 
 def mean_depth(budget: PowerLaw, num_layers: int, core: int, horizon: int) -> float:
     """Mean number of layers of tokens 0..horizon-1, token 0 at L."""
-    return sum(counts(budget, num_layers, core, horizon, horizon)) / horizon
+    _check(num_layers, core, horizon=horizon)
+    # A budget never rises, so for each count the steps that reach it are found by halving: a server asks often.
+    steps = range(1, horizon)
+    reached = [bisect_left(steps, True, key=lambda step: budget.layers(step, num_layers, horizon) < count)
+               for count in range(core + 1, num_layers + 1)]
+    return (core * horizon + num_layers - core + sum(reached)) / horizon
 
 
 def lay_out(budget: Budget, removal: Sequence[int], num_layers: int, horizon: int, max_new_tokens: int) -> DepthPlan:

@@ -79,9 +79,11 @@ class DepthPlan:
             raise ValueError(f"the budget asks for {min(counts)} layers, but only {len(removal)} of {num_layers} may "
                              "be dropped")
         drop = [NEVER] * num_layers
+        gone = 0
         for step, count in enumerate(counts):
-            for layer in removal[: num_layers - count]:
-                drop[layer] = min(drop[layer], max(step, 1))
+            for layer in removal[gone : num_layers - count]:
+                drop[layer] = max(step, 1)
+            gone = num_layers - count
         return cls.whole_layers(drop)
 
     @property
@@ -151,6 +153,12 @@ class DepthPlan:
     def depth(self, step: int) -> float:
         """Number of layers that run at `step`; a single sublayer counts half."""
         return self.num_layers - bisect_right(self._drops, step) / 2
+
+    def depths(self, steps: Sequence[int]) -> list[float]:
+        """Number of layers at each of some steps, ascending."""
+        if steps and steps[-1] < self.first_shallow_step:
+            return [float(self.num_layers)] * len(steps)
+        return [self.depth(step) for step in steps]
 
     def depth_in(self, layers: float, step: int) -> float:
         """Number of layers that run at `step` out of the first `layers`; a single sublayer counts half.

@@ -59,8 +59,11 @@ from shoal.model.runner import (
 )
 from shoal.model.state.layer import Run, State, StateLayer
 from shoal.model.state.modules import Append, ModuleCache, ModuleState
+from shoal.model.weave import TILE, Weave, weave_of
 
 T = TypeVar("T")
+_TUNED = 4
+"""Layers, the last ones, on which it is measured whether cutting forwards pays."""
 
 
 class HFRunner(ModelRunner):
@@ -72,6 +75,7 @@ class HFRunner(ModelRunner):
         alone: whether each sequence runs by itself, for attention that derives positions from slots.
         singly: whether recurrent layers are given one token at a time, once they have a state.
         at_work: the tokens of a layer's call that have adapters.
+        weave: runs long forwards in two waves; None in one process, and where that does not pay.
     """
 
     most_nodes: int | None = None
@@ -113,6 +117,7 @@ class HFRunner(ModelRunner):
         self._warmed = {layer: queries for layer, (_, queries) in enumerate(each) if queries is not None}
         self._copies: dict[tuple[int, Part, bool], nn.Module] = {}
         self.at_work = TokensAtWork()
+        self.weave: Weave | None = None
 
     @override
     def fit(self, adapter: Adapter) -> ModuleAdapter:
@@ -151,6 +156,9 @@ class HFRunner(ModelRunner):
     ) -> Tensor:
         self.check_cache(cache)
         apart = reads_apart(chunks, cache)
+        if (self.weave is not None and hook is None and not apart and self.weave.takes(chunks)
+                and not any(cache.has_store(chunk.seq) for chunk in chunks)):
+            return self._woven(self.weave, chunks, cache, start)
         if apart and not self.prepacks:
             raise Unsupported("to choose what queries read, or to weigh it", "this model's attention cannot be told",
                               "Decode without the method that asks for it")
@@ -161,6 +169,38 @@ class HFRunner(ModelRunner):
             check_readers(chunks, self.sources, start)
         run_layers(self.num_layers, chunks, cache, call.run, call.padded, hook, start, self._keeping)
         return self.parts.head(call.wanted())
+
+    def weave_in(self, most: int, agree: Callable[[bool], bool]) -> None:
+        """Cut forwards of up to `most` tokens in two where that is measured to pay; see `Weave.tune`."""
+        weave = weave_of(self.parts.layers) if self.prepacks and not self.adds_masks else None
+        if weave is None:
+            return
+        self.weave, cache, plan = weave, self.new_cache(1), DepthPlan.full(self.num_layers)
+        first = max(0, self.num_layers - _TUNED)
+
+        def run(size: int) -> Tensor:
+            chunk = SequenceChunk(0, [token % self.vocab_size for token in range(size)], [0] * size, plan, wanted=size)
+            hidden = self.embed(torch.tensor(chunk.tokens), torch.arange(size))[None]
+            logits = self.forward([chunk], cache, start=Start(first, hidden))
+            cache.rollback(0)
+            return logits
+
+        weave.tune(run, most, agree)
+        if not any(weave.sizes.values()):
+            self.weave = None
+
+    def _woven(
+        self, weave: Weave, chunks: Sequence[SequenceChunk], cache: KVCache, start: Start | None
+    ) -> Tensor:
+        """The same forward in two waves of tokens, or in one with the same bits."""
+        waves, calls = weave.cut(chunks), list[_PrepackedCall]()
+        rows = {chunk.seq: row for row, chunk in enumerate(chunks)}
+        for wave in waves:
+            hidden = None if start is None else [start.hidden[rows[chunk.seq], chunk.fed :] for chunk in wave]
+            calls.append(_PrepackedCall(self, wave, cache, hidden, TILE))
+        weave.run([partial(run_layers, self.num_layers, wave, cache, call.run, call.padded, None, start, None)
+                   for wave, call in zip(waves, calls, strict=True)])
+        return self.parts.head(torch.cat([call.wanted() for call in calls]))
 
     def ids(self, chunks: Sequence[SequenceChunk], cache: KVCache) -> Tensor:
         """Token ids [R, m], see `ids_of`; short sequences are padded with their last token."""
@@ -530,13 +570,16 @@ class _PrepackedCall(_Call):
     """A forward without padding: the hidden states [1, T, D] of all chunks, one after the other.
 
     Args:
-        hidden: states [chunks, widest, D] to start from; None for the embeddings.
+        hidden: states of each chunk [at least its tokens, D] to start from; None for the embeddings.
+        tile: see `PackedSequences`.
     """
 
     def __init__(
-        self, runner: HFRunner, chunks: Sequence[SequenceChunk], cache: KVCache, hidden: Tensor | None
+        self, runner: HFRunner, chunks: Sequence[SequenceChunk], cache: KVCache,
+        hidden: Tensor | Sequence[Tensor] | None, tile: int = 0,
     ) -> None:
         super().__init__(runner, chunks, cache)
+        self._tile = tile
         places = [place for chunk in chunks for place in chunk.positions(cache.positions[chunk.seq])]
         self._places = torch.tensor([places], device=runner.device)
         if hidden is None:
@@ -555,7 +598,8 @@ class _PrepackedCall(_Call):
         store, (numbers, counts) = self.cache.layers[layer], self._seqs(piece)
         store.make_room(numbers, counts)
         readers = [self._reader(layer, piece, i) for i in piece.chunks]
-        seen = PackedSequences(store, numbers, counts, self._masks(piece, store, each=True), readers)
+        seen = PackedSequences(store, numbers, counts, self._masks(piece, store, each=True), readers,
+                               self._tile)
         places = self._places if chosen is None else self._places[:, chosen]
         key = piece.first, piece.last
         arguments = self.runner.arguments(layer, hidden, places, places, seen, seen, self._memo, key)

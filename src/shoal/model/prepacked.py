@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -77,12 +77,15 @@ class PackedSequences:
         seqs, counts: ascending sequences of the cache, and the number of tokens of each.
         masks: per sequence, [1, 1, tokens, slots]; None if the attention's own default is right.
         readers: per sequence, a function that makes another mask from queries and keys [heads, ..., head_dim]; or None.
+        tile: queries of a sequence that attend in one call, with the slots up to their own; 0 for all. A query's sums
+            then do not depend on how many follow it.
     """
 
     def __init__(
         self, store: KVLayer, seqs: Sequence[int], counts: list[int], masks: Sequence[Tensor | None],
-        readers: Sequence[Reader | None],
+        readers: Sequence[Reader | None], tile: int = 0,
     ) -> None:
+        self.tile = tile
         self._store, self._seqs, self.counts, self.masks, self.readers = store, seqs, counts, masks, readers
         self.read: list[tuple[Tensor, Tensor]] = []
 
@@ -106,8 +109,24 @@ def _attend(
     outputs = []
     for q, (keys, values), seen, reader in parts:
         seen = seen if reader is None else reader(q[0], keys[0], seen)
+        if seqs.tile:
+            outputs += [attend(module, *some, *args, **options)[0] for some in _tiles(q, keys, values, seen, seqs.tile)]
+            continue
         outputs.append(attend(module, q, keys, values, seen, *args, **options)[0])
     return torch.cat(outputs, 1), None
+
+
+def _tiles(
+    query: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None, tile: int
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Some queries of a chain at a time, the slots up to the last of them, and the bool mask of both."""
+    count, slots = query.shape[2], keys.shape[2]
+    for first in range(0, count, tile):
+        last = min(first + tile, count)
+        end = slots - count + last
+        own = (torch.ones(last - first, end, dtype=torch.bool, device=query.device).tril(end - last + first)[None, None]
+               if seen is None else seen[..., first:last, :end].contiguous())
+        yield query[:, :, first:last], keys[:, :, :end], values[:, :, :end], own
 
 
 @cache

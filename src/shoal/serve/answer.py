@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -22,6 +23,8 @@ from shoal.types import Result, Step
 
 _AT_ONCE, _WAITING = 2, 64
 """Constraints that are compiled at once, and that may wait to be."""
+_MOMENT = 0.0005
+"""Seconds until what came is looked at: the scheduler's thread is in its next forward then, and needs no Python."""
 
 
 class Answer:
@@ -41,7 +44,7 @@ class Answer:
     ) -> None:
         self._scheduler, self._n, self._most, self._canvas = scheduler, n, most, canvas
         self._loop = asyncio.get_running_loop()
-        self._items: asyncio.Queue[tuple[int, Item]] = asyncio.Queue()
+        self._came, self._told, self._called = deque[tuple[int, Item]](), asyncio.Event(), False
         self._deadline = None if timeout is None else self._loop.time() + timeout
         self._late = False
         self.handles: list[RequestHandle] = []
@@ -79,8 +82,15 @@ class Answer:
                                                        canvas=self._canvas))
 
     def _take(self, place: int, item: Item) -> None:
-        """Take an item; called by the scheduler's thread."""
-        self._loop.call_soon_threadsafe(self._items.put_nowait, (place, item))
+        """Take an item; called by the scheduler's thread. It wakes the loop once for all that a step brings."""
+        self._came.append((place, item))
+        if not self._called:
+            self._called = True
+            self._loop.call_soon_threadsafe(self._tell)
+
+    def _tell(self) -> None:
+        self._called = False  # before what came is looked at: nothing that comes later goes unnoticed
+        self._loop.call_later(_MOMENT, self._told.set)
 
     async def items(self) -> AsyncIterator[list[tuple[int, Step | Placed]]]:
         """Lists of choices with their items, each list all that has come since the last one.
@@ -92,9 +102,9 @@ class Answer:
         alarm = None if self._deadline is None else self._loop.call_at(self._deadline, self._ring)
         try:
             while open_tickets:
-                came = [await self._items.get()]
-                while not self._items.empty():
-                    came.append(self._items.get_nowait())
+                await self._told.wait()
+                self._told.clear()
+                came = [self._came.popleft() for _ in range(len(self._came))]
                 if self._late:
                     raise ApiError(504, "the request took longer than the server allows", code="timeout")
                 told = [(place * self._n + item.seq, item) for place, item in came if isinstance(item, Step | Placed)]
@@ -112,7 +122,7 @@ class Answer:
     def _ring(self) -> None:
         """On a timeout, wake whoever waits for the next item. One alarm is cheaper than a limit on every wait."""
         self._late = True
-        self._items.put_nowait((0, None))
+        self._told.set()
 
     def cancel(self) -> None:
         """Stop decoding."""

@@ -98,6 +98,8 @@ class Gate:
         except asyncio.CancelledError:
             if left.when() > asyncio.get_running_loop().time():
                 raise
+            if "status" not in line:  # such as one that waited long for its model
+                raise ApiError(504, "the request took longer than the server allows", code="timeout") from None
             line["status"] = "given up"
         finally:
             left.cancel()

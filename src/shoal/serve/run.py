@@ -16,6 +16,7 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
+from shoal import heap
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.serve.app import LAST_TURN, create_app
 from shoal.serve.settings import Settings
@@ -107,6 +108,7 @@ def serve(
 ) -> None:
     """Run a server of `what` until SIGINT or SIGTERM, and end its schedulers."""
     log_to_stderr()
+    heap.settle()
     listener.listen(128)  # from now on connections wait instead of being refused
     url = url_of(*listener.getsockname()[:2])
     page = f" (page: {url.removesuffix('v1')})" if settings.playground else ""

@@ -19,6 +19,7 @@ from shoal.engine.embeddings import Pooling, embeddings, next_logits, pooling_be
 from shoal.engine.engine import Engine
 from shoal.engine.request import Request as Answer
 from shoal.engine.request import prompt_ids
+from shoal.errors import Unsupported
 from shoal.serve.errors import ApiError, no_model, refused
 from shoal.serve.middleware import note
 from shoal.serve.protocol.bodies import Checked, read, validated, with_model
@@ -143,7 +144,10 @@ class VectorRoutes:
                     self._engine.limit.plan(self._engine, [max(ids, key=len)], Answer(max_new_tokens=1))
                 except ValueError as error:
                     raise refused("input", str(error)) from None
-            found: Tensor = work(go_on)
+            try:
+                found: Tensor = work(go_on)
+            except Unsupported as error:
+                raise refused("input", str(error)) from None
         return found
 
     @cached_property

@@ -26,12 +26,13 @@ class _Read:
     """The known states of a sequence.
 
     Attributes:
-        first: position of the first of `states`.
+        first, end: positions of the first of `states`, and after the last one.
         states: pieces [n, D], one after the other.
         last: a forward whose outcome was not yet known: position of its node 0, chunk and states.
     """
 
     first: int = 0
+    end: int = 0
     states: list[Tensor] | None = None
     last: tuple[int, SequenceChunk, Tensor] | None = None
 
@@ -74,7 +75,7 @@ class HiddenStates:
         """Copy the states of `seq` to sequences that were forked from it."""
         one = self._settled(seq)
         for child in children:
-            self._hidden[child] = _Read(one.first, None if one.states is None else list(one.states))
+            self._hidden[child] = _Read(one.first, one.end, None if one.states is None else list(one.states))
 
     def take(self, seq: SequenceState) -> tuple[int, Tensor] | None:
         """States [n, D], contiguous, of a sequence's committed tokens not taken before, and the position of the first.
@@ -84,9 +85,10 @@ class HiddenStates:
         one = self._settled(seq)
         if not one.states:
             return None
-        found = one.first, one.states[0] if len(one.states) == 1 else torch.cat(one.states)
+        first, states = one.first, one.states[0] if len(one.states) == 1 else torch.cat(one.states)
         one.states = None
-        return found
+        more = 0 if self._most is None else max(0, len(states) - self._most)
+        return first + more, states[more:]
 
     def _settled(self, seq: SequenceState) -> _Read:
         """The sequence's known states, after adding the states of its last forward at committed tokens."""
@@ -94,14 +96,17 @@ class HiddenStates:
         if one.last is not None:
             base, chunk, states = one.last
             one.last = None
-            path = list(_path(chunk, seq.tokens[base:-1]))
-            straight = path == list(range(len(path)))
+            tokens = seq.tokens[base:-1]
+            straight = chunk.parents is None and tokens == [*chunk.tokens[: len(tokens)]]  # all but some of trees
+            path = range(len(tokens)) if straight else [*_path(chunk, tokens)]
+            straight = straight or path == [*range(len(path))]
             kept = states[: len(path)].clone() if straight else states[path]  # the forward's memory holds every layer
-            if not one.states or one.first + sum(map(len, one.states)) != base:
+            if not one.states or one.end != base:
                 one.first, one.states = base, []
             one.states.append(kept)
-            if self._most is not None and (more := sum(map(len, one.states)) - self._most) > 0:
-                one.first, one.states = one.first + more, [torch.cat(one.states)[more:].clone()]
+            one.end = base + len(path)
+            while self._most is not None and one.end - one.first - len(one.states[0]) >= self._most:
+                one.first += len(one.states.pop(0))
         return one
 
 

@@ -325,8 +325,9 @@ class EagleHead(JoinedHead):
         self._places = {token: place for place, token in enumerate(names)}
         self._table = self._computed(names)
         if isinstance(target, NativeRunner) and isinstance(self._of_states, NativeProduct):
-            norm, eps = target.weights.final_norm, target.shape.eps
-            self.chain = native.NativeChain(self._of_states.held, self._table, norm, eps)
+            norm, self._centred = target.weights.final_norm, target.weights.final_norm_bias is not None
+            factors = torch.ones_like(norm) if self._centred else norm
+            self.chain = native.NativeChain(self._of_states.held, self._table, factors, target.shape.eps)
 
     @override
     def shares(self, tokens: Sequence[int]) -> Tensor:
@@ -346,6 +347,7 @@ class EagleHead(JoinedHead):
             wishes, least: see `NativeModel.guess`.
         """
         assert self.chain is not None and isinstance(self._layer, _FedRunner)
+        states = [self.read(one).float() for one in states] if self._centred else states  # the chain's norm has no mean
         paths = self._layer.guess(chunks, cache, self.chain, states, [*map(self._share, tokens)], wishes, least)
         return [[self.names[place] for place in path] for path, _ in paths]
 

@@ -153,10 +153,10 @@ class Times:
         self._own, self._asked = listening, asked
 
     def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores [1, V] after ids [1, n]."""
+        """Scores [1, V] after ids [1, n], changed in place."""
         first, end = self._own.first_time, self._own.end
         tokens: list[int] = ids[0].tolist()
-        said, scores = tokens[tokens.index(self._own.start) + self._asked :], scores.clone()
+        said = tokens[tokens.index(self._own.start) + self._asked :]
         scores[:, self._own.untimed] = -torch.inf
         timed = bool(said) and said[-1] >= first
         ends = timed and len(said) > 1 and said[-2] < first  # then other words may begin at that same time
@@ -170,7 +170,6 @@ class Times:
         if not said:
             scores[:, :first] = -torch.inf
             scores[:, first + round(_LATEST / STEP) + 1 :] = -torch.inf
-        logs = scores.float().log_softmax(-1)
-        if logs[0, first:].logsumexp(-1) > logs[0, :first].max():
+        if scores[0, first:].float().logsumexp(-1) > scores[0, :first].max():  # log-probabilities are as far apart
             scores[:, :first] = -torch.inf
         return scores

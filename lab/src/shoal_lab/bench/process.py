@@ -8,7 +8,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -76,15 +76,21 @@ def reset_peak_memory(device: str = "cpu") -> None:
 
 
 @contextmanager
-def served(*options: str) -> Iterator[tuple[subprocess.Popen[bytes], str, Path]]:
+def served(
+    *options: str, program: Sequence[str] = ("-m", "shoal")
+) -> Iterator[tuple[subprocess.Popen[bytes], str, Path]]:
     """Run `shoal serve` on a free port; yields its process, its URL and its log file, and kills it in the end.
+
+    Args:
+        options: of the command.
+        program: what Python runs in place of the module `shoal`.
 
     Raises:
         RuntimeError: the server does not start; holds its log.
     """
     with tempfile.NamedTemporaryFile("w+", suffix=".log") as file:
         log = Path(file.name)
-        server = subprocess.Popen([sys.executable, "-m", "shoal", "serve", "--port", "0", *options], stderr=file)
+        server = subprocess.Popen([sys.executable, *program, "serve", "--port", "0", *options], stderr=file)
         try:
             while (found := re.search(r"(http://\S+)/v1", log.read_text("utf-8", "replace"))) is None:
                 if server.poll() is not None:

@@ -42,6 +42,7 @@ EXAMPLES = """examples:
   shoal train eagle --model M.gguf --out part --data DATA --tokens 500000 --minutes 30
   shoal train eagle --model M.gguf --out eagle3 --answers part/answers --taps auto --depths 5
   shoal train dflash --model M.gguf --out dflash --answers part/answers --layers 2 --block 8
+  shoal train eagle --model whisper-base --quant int8 --out part --speech FOLDER --windows 512
   shoal train medusa --model M.gguf --out heads --answers part/answers --prompts asked.txt,more.jsonl
   shoal train ppd --model M.gguf --out prompts --answers part/answers --prompts asked.txt,more.jsonl --batch 512
   shoal train dynamic_context --model M.gguf --out gate --answers part/answers --prompts asked.txt --keep 0.5
@@ -56,7 +57,8 @@ EXAMPLES = """examples:
   shoal train diffusion --out canvas --threads 1
   shoal train diffusion --causal --out twin --threads 1
 """
-KINDS = ("eagle", "medusa")
+EAGLE = "eagle"
+KINDS = (EAGLE, "medusa")
 PROMPTS, DRAFTER, SCRATCH, CONTEXT, ROUTERS = "ppd", "drafter", "diffusion", "dynamic_context", "first"
 BLOCKS = "dflash"
 EXPERTS, HEAL, FULL, HYBRID = "read_me", "heal", "full", "hybrid"
@@ -72,8 +74,9 @@ _ONLY = {**dict.fromkeys(("steps", "causal"), (SCRATCH,)), "depths": (*KINDS, PR
          **dict.fromkeys(("groups", "shared", "experts"), (EXPERTS,)),
          **dict.fromkeys(("layers", "block", "mask_token"), (DRAFTER, BLOCKS)), "window": (DRAFTER,),
          "keep": (CONTEXT, ROUTERS), "gate_layer": (CONTEXT,), "under": (HEAL, ROUTERS),
-         **dict.fromkeys(("student", "rank", "ranks", "recompute", "speech", "windows", "language"), (HEAL,)),
-         "taps": ("eagle", BLOCKS), "start": ("eagle", HYBRID),
+         **dict.fromkeys(("student", "rank", "ranks", "recompute"), (HEAL,)),
+         **dict.fromkeys(("speech", "windows", "language"), (HEAL, EAGLE)),
+         "taps": (EAGLE, BLOCKS), "start": (EAGLE, HYBRID),
          **dict.fromkeys(("text", "length", "layer_epochs", "export"), (HYBRID,))}
 """Option -> the kinds that have it, if not all do."""
 
@@ -98,10 +101,10 @@ def add_arguments(parser: Parser) -> None:
     data.add_argument("--each", metavar="N", type=int, default=700, help="most prompts of a kind from --data")
     data.add_argument("--questions", metavar="N", type=int, help="questions that the model asks itself, where its chat "
                       "template lets it; by default 2000 without --prompts and --data, and none with them")
-    data.add_argument("--speech", metavar="PATH,...", help="heal: sounds for a model that hears, files or folders "
-                      "of them; it answers windows cut out of these")
-    data.add_argument("--windows", metavar="N", type=int, default=256, help="heal: how many windows")
-    data.add_argument("--language", metavar="CODE", default="en", help="heal: spoken in --speech")
+    data.add_argument("--speech", metavar="PATH,...", help="heal, eagle: sounds for a model that hears, files or "
+                      "folders of them; it answers windows cut out of these, for eagle at other speeds and under noise")
+    data.add_argument("--windows", metavar="N", type=int, default=256, help="heal, eagle: how many windows")
+    data.add_argument("--language", metavar="CODE", default="en", help="heal, eagle: spoken in --speech")
     data.add_argument("--tokens", metavar="N", type=int, default=500_000, help="tokens of answers, about")
     data.add_argument("--max-new-tokens", metavar="N", type=int, default=192, help="the longest answer")
     data.add_argument("--temperature", metavar="T", type=float, default=0.0, help="of the answers; 0: the likeliest")
@@ -119,7 +122,7 @@ def add_arguments(parser: Parser) -> None:
     how.add_argument("--threads", metavar="N", type=int, help="CPU threads; as torch chooses if none")
     what = parser.add_argument_group("part")
     what.add_argument("--vocabulary", metavar="N", type=int, default=8192, help="tokens that are guessed: those that "
-                      "the answers use most")
+                      "the answers use most; with --speech filled up by those that its tokenizer learned first")
     what.add_argument("--depths", metavar="N", type=int, help="eagle: guesses in a row that are trained, 3 if none; "
                       "medusa: heads, 4 if none; ppd: places ahead, 3 if none")
     what.add_argument("--taps", metavar="L,...", help="eagle: read what enters these layers, in EAGLE-3's form; auto: "
@@ -277,7 +280,7 @@ def _part(args: argparse.Namespace, late: Callable[[], bool]) -> int:
     module = _module(args, engine, answers, shape, plans)
     half = engine.runner.dtype == torch.bfloat16
     rate = _PROMPTS_RATE if args.part == PROMPTS else _RATE
-    room = _BATCH if sources is None else _BESIDE * _BATCH
+    room = _BATCH if sources is None or not sources.kept else _BESIDE * _BATCH
     how = Training(args.epochs, args.batch or room, args.rate or rate, seed=args.seed, half=half,
                    muon=Training.muon and args.part not in (HEAL, ROUTERS))
     trainer = Trainer(module, answers, how, args.out, _tell)
@@ -359,7 +362,7 @@ def _check(args: argparse.Namespace) -> None:
     parser = Parser(add_help=False)
     add_arguments(parser)
     for name in ("taps", "vocabulary"):
-        if args.part == "eagle" and args.start is not None and getattr(args, name) != parser.get_default(name):
+        if args.part == EAGLE and args.start is not None and getattr(args, name) != parser.get_default(name):
             raise ValueError(f"--start goes on from a part of Shoal's own form with the tokens that it guesses, which "
                              f"--{name} would make another; leave out one of them")
     for action in parser._actions:
@@ -418,13 +421,14 @@ def _sources(args: argparse.Namespace, engine: Engine) -> Sources | None:
         if args.speech is not None:
             raise ValueError("--speech is for a model that hears; leave it out, or give a Whisper model")
         return None
-    if args.part != HEAL or args.student is not None:
-        raise Unsupported(f"{args.part if args.student is None else '--student'} beside an encoder",
-                          "it would read the prompt as the decoder's", "Use heal with --under")
+    if args.part not in (HEAL, EAGLE) or args.student is not None or args.taps is not None:
+        part = "--student" if args.student is not None else "--taps" if args.taps is not None else args.part
+        raise Unsupported(f"{part} beside an encoder", "it would read the prompt as the decoder's",
+                          "Use eagle, or heal with --under")
     found = list[Path]()
     for path in map(Path, filter(None, (args.speech or "").split(","))):
         found += sorted(one for one in path.iterdir() if one.suffix in _SOUNDS) if path.is_dir() else [path]
-    return Sources(engine, found, args.language)
+    return Sources(engine, found, args.language, args.part == EAGLE and bool(found), args.part != EAGLE)
 
 
 def _prompts(args: argparse.Namespace, engine: Engine, sources: Sources | None = None) -> list[list[int]]:
@@ -468,7 +472,7 @@ def _module(
     from shoal_lab.train.part import Base, PartModule
     from shoal_lab.train.ppd import PromptModule
     from shoal_lab.train.read_me import ReadMEModule, group_neurons, some_answers
-    from shoal_lab.train.sources import plain
+    from shoal_lab.train.sources import plain, spoken
 
     if shape is not None:
         mask = mask_token(engine, answers, args.mask_token)
@@ -490,7 +494,8 @@ def _module(
     if args.start is not None:
         part = draft_head_file.read(str(args.start), args.part, engine.info())
         return EagleModule.going_on(Base(engine.runner), part, args.depths, args.seed)
-    ids = sorted({*answers.frequent(args.vocabulary), *engine.eos_token_ids})
+    often = {*answers.frequent(args.vocabulary), *engine.eos_token_ids}
+    ids = sorted(often if args.speech is None else {*often, *spoken(engine, often, args.vocabulary)})
     keep = args.keep or _KEEP.get(args.part, 1.0)
     if args.part == CONTEXT:
         check_lengths(answers)

@@ -1,6 +1,7 @@
 """Small studies of other fields.
 
-The systems decode no text, or decode it from something else. A study is a module or a package here with the names of `FieldStudy`. Nothing outside this folder imports one.
+The systems decode no text, or decode it from something else. A study is a module or a package here with the names of
+`FieldStudy`. Nothing outside this folder imports one.
 """
 
 from __future__ import annotations

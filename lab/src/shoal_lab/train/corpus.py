@@ -31,8 +31,8 @@ from shoal_lab.train import files
 from shoal_lab.train.buckets import two_dimensional
 from shoal_lab.train.sources import Sources
 
-SHARD = 64
-"""Answers per shard."""
+SHARD, SOURCED = 64, 16
+"""Answers per shard, and beside an encoder, where they are made one after another."""
 _TOGETHER = 32
 """Answers decoded at once."""
 _VALIDATION = 16
@@ -163,11 +163,11 @@ def make(
     """
     folder.mkdir(parents=True, exist_ok=True)
     facts = {"fingerprint": engine.fingerprint, "vocab_size": engine.runner.vocab_size, **_told(wish),
-             **({} if sources is None else sources.facts)}
+             **({} if sources is None else {**sources.facts, "shard": SOURCED})}
     _claim(folder / "corpus.json", facts)
-    asked = _asked(folder / "prompts.json", prompts if sources is None else lambda: sources.ordered(prompts(), SHARD))
-    made, whole = sum(_size(path) for path in _shards(folder)), True
-    for number in range(len(_shards(folder)), -(-len(asked) // SHARD)):
+    asked = _asked(folder / "prompts.json", prompts if sources is None else lambda: sources.ordered(prompts(), SOURCED))
+    made, whole, size = sum(_size(path) for path in _shards(folder)), True, SHARD if sources is None else SOURCED
+    for number in range(len(_shards(folder)), -(-len(asked) // size)):
         room = wish.gigabytes * 1e9 - sum(path.stat().st_size for path in _shards(folder))
         if made >= wish.tokens or room <= 0:
             break
@@ -175,7 +175,7 @@ def make(
             whole = False
             break
         path = folder / f"states-{number:05d}.safetensors"
-        part = asked[number * SHARD : (number + 1) * SHARD]
+        part = asked[number * size : (number + 1) * size]
         made += (_make_shard(path, engine, part, wish, number) if sources is None
                  else _make_sourced(path, engine, sources, part, wish))
         tell(f"{made} of {wish.tokens} tokens answered, {number + 1} shards")
@@ -286,7 +286,7 @@ def _make_sourced(
     path: Path, engine: Engine, sources: Sources, asked: Sequence[Sequence[int]], wish: CorpusWish
 ) -> int:
     """The same beside an encoder, one after another: what layers read of a source is large."""
-    texts, found = list[tuple[list[int], list[int]]](), dict[str, list[Tensor]](states=[], sources=[])
+    texts, found, places = list[tuple[list[int], list[int]]](), dict[str, list[Tensor]](states=[], sources=[]), []
     for one in asked:
         read = sources.read(one)
         answer = engine.generate(read.prompt, source=read.encoded, logits_processor=read.rules, seed=wish.seed,
@@ -295,11 +295,12 @@ def _make_sourced(
         if len(answer.tokens) > 1:
             texts.append((read.prompt, text))
             found["states"].append(states(engine.runner, text, read.encoded))
-            found["sources"].append(read.states)
+            found["sources"] += [read.states] * sources.kept
+            places += [len(read.states)] * sources.kept
     if not texts:
         raise ValueError("the model answers none of the sources with two tokens or more; give others")
-    places = torch.tensor([len(one) for one in found["sources"]], dtype=torch.int32)
-    return _save(path, texts, {"places": places, **{name: torch.cat(some) for name, some in found.items()}})
+    beside = {name: torch.cat(some) for name, some in found.items() if some}
+    return _save(path, texts, beside | ({"places": torch.tensor(places, dtype=torch.int32)} if sources.kept else {}))
 
 
 def _write_shard(path: Path, engine: Engine, texts: Sequence[tuple[list[int], list[int]]]) -> int:

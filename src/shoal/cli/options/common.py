@@ -194,6 +194,7 @@ def add_scheduling(parser: Parser) -> argparse._ArgumentGroup:
 def make_scheduler(args: argparse.Namespace, engine: Engine, **more: Any) -> Scheduler:
     """The scheduler that the options ask for."""
     from shoal.engine.scheduling.batching import Policy
+    from shoal.engine.scheduling.lockstep import LockstepScheduler
     from shoal.engine.scheduling.scheduler import Scheduler
     from shoal.speculative.draft import check_least
 
@@ -202,8 +203,9 @@ def make_scheduler(args: argparse.Namespace, engine: Engine, **more: Any) -> Sch
             check_least(f"--{option.replace('_', '-')}", count, 1)
     patience = math.inf if args.patience is None else args.patience
     kv, prefixes = (None if gib is None else int(gib * 2**30) for gib in (args.kv_gib, args.prefix_gib))
-    return Scheduler(engine, policy=Policy(args.admission, patience), max_seqs=args.max_seqs, kv_bytes=kv,
-                     prefix_bytes=prefixes, prefill_chunk=args.prefill_chunk, **more)
+    kind = LockstepScheduler if engine.ranks.size > 1 else Scheduler
+    return kind(engine, policy=Policy(args.admission, patience), max_seqs=args.max_seqs, kv_bytes=kv,
+                prefix_bytes=prefixes, prefill_chunk=args.prefill_chunk, **more)
 
 
 def add_memory(parser: Parser) -> None:

@@ -76,6 +76,33 @@ def check_numbers(args: argparse.Namespace) -> None:
         raise ValueError(f"--load-timeout is {args.load_timeout}; it must be more than 0 seconds")
 
 
+def check_slices(args: argparse.Namespace) -> None:
+    """Refuse what processes that share a model cannot do; the model itself is looked at by `check_model`."""
+    what = f"--tensor-parallel {args.tensor_parallel}"
+    if args.tensor_parallel < 2:
+        raise ValueError(f"--tensor-parallel is {args.tensor_parallel}; it must be at least 2. Leave it out for one "
+                         "process")
+    if asks_for_several(args):
+        raise Unsupported(f"{what} with several models", "the processes load one", "Start a server for each")
+    for option, given, why in (
+        ("--replicas", args.replicas > 1, "a replica is one process"),
+        ("--memory", args.memory, "a limit is that of one process"),
+        ("--lora", args.lora, "each process holds a slice of every matrix"),
+        ("--patience", args.patience is not None, "each process would measure it by itself"),
+        ("--members-folder", args.members_folder, "it answers at another time in each process"),
+    ):
+        if given:
+            raise Unsupported(f"{what} with {option}", why, "Leave one of them out")
+
+
+def check_model(args: argparse.Namespace) -> None:
+    """Refuse a model that cannot be shared by the processes."""
+    from shoal.engine.loading.load import check_shared
+
+    check_shared(args.model, args.tensor_parallel, quant=args.quant, backend=args.backend, revision=args.revision,
+                 trust_remote_code=args.trust_remote_code)
+
+
 def check(args: argparse.Namespace) -> list[Listed]:
     """The models that the options name; ValueError for options that contradict each other."""
     from shoal.serve.router.keeping import seconds_of
@@ -175,7 +202,9 @@ def _files(one: Listed, args: argparse.Namespace) -> Checkpoint:
 
 def check_branches(args: argparse.Namespace, engine: Engine, method: Method) -> None:
     """Refuse a method that needs more sequences than the options allow, or that cannot run on the model."""
-    branches = engine.recipe(method, args.default_max_tokens).branches(greedy=False)
+    recipe = engine.recipe(method, args.default_max_tokens)
+    engine.ranks.check(recipe)
+    branches = recipe.branches(greedy=False)
     for option, most in (("--max-seqs", args.max_seqs), ("--max-n", args.max_n)):
         if branches > max(most, 1):
             raise ValueError(f"{option} is {most}; {method.name} needs {branches}: one for each branch")

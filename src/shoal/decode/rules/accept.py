@@ -108,8 +108,11 @@ class Match(TargetStream):
 
 def descend(tree: TokenTree, choice: Callable[[int], int]) -> Outcome:
     """Down the guesses that are what is chosen after the node before them."""
-    if len(tree) == 1:
-        return Outcome((0,), choice(0))
+    if tree.is_chain:
+        for node, guess in enumerate(tree.tokens[1:]):
+            if (token := choice(node)) != guess:
+                return Outcome((*range(node + 1),), token)
+        return Outcome((*range(len(tree)),), choice(len(tree) - 1))
 
     def step(node: int) -> tuple[int | None, int]:
         token = choice(node)

@@ -65,6 +65,8 @@ class StopState:
         room: how many more tokens the limits allow.
         finish_reason: why the sequence ended; None while it runs. "length" from the start if there is no room.
         stop_string: the stop string that ended it, if one did.
+        ends: ids that end the sequence.
+        by_ids: whether ids and limits alone end it.
     """
 
     stop_string: str | None = None
@@ -74,22 +76,14 @@ class StopState:
             raise Unsupported(f"stop_strings {rules.stop_strings!r}", "text is only known with a tokenizer",
                               "Load the model with its tokenizer, or use stop_token_ids")
         self._rules = rules
+        self.ends = rules.eos_token_ids | rules.stop_token_ids
+        self.by_ids = not rules.stop_strings and not rules.criteria
         self._ids = list(prompt_ids)
         self._detokenizer = Detokenizer(tokenizer)
         self._held = ""
         left = sys.maxsize if rules.max_length is None else rules.max_length - len(self._ids)
         self.room = max(0, min(rules.max_new_tokens, left))
         self.finish_reason: FinishReason | None = None if self.room else "length"
-
-    @property
-    def ends(self) -> frozenset[int]:
-        """Ids that end the sequence."""
-        return self._rules.eos_token_ids | self._rules.stop_token_ids
-
-    @property
-    def by_ids(self) -> bool:
-        """Whether ids and limits alone end the sequence."""
-        return not self._rules.stop_strings and not self._rules.criteria
 
     def text_of(self, tokens: Sequence[int]) -> str:
         """Tokens as text, decoded as the sequence's own."""
@@ -104,12 +98,17 @@ class StopState:
     def ahead(self) -> StopState:
         """The same state for a guessed text: criteria do not see it, and only the context limits it."""
         copied, most = self.copy(), self._rules.max_length
-        copied._rules = replace(self._rules, criteria=())
+        copied._rules, copied.by_ids = replace(self._rules, criteria=()), not self._rules.stop_strings
         copied.room = sys.maxsize if most is None else most - len(self._ids)
         return copied
 
     def push(self, tokens: Sequence[int]) -> list[str]:
         """The text that became certain with each token of an accepted block, up to the one that ends the sequence."""
+        running = self.finish_reason is None
+        if running and self.by_ids and len(tokens) < self.room and self.ends.isdisjoint(tokens):  # nothing can end it
+            self.room -= len(tokens)
+            self._ids += tokens
+            return [*map(self._detokenizer.push, tokens)]
         texts: list[str] = []
         for token in tokens:
             if self.finish_reason is not None:
@@ -120,7 +119,7 @@ class StopState:
     def _take(self, token: int) -> str:
         self.room -= 1
         self._ids.append(token)
-        if token in self._rules.eos_token_ids or token in self._rules.stop_token_ids:
+        if token in self.ends:
             return self._finish("stop")
         self._held += self._detokenizer.push(token)
         if self._rules.stop_strings:

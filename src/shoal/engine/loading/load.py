@@ -244,9 +244,18 @@ def _check_shared(model: Any, backend: Backend, quant: Quant | None, transform: 
         raise Unsupported(f"{what} of a GGUF file", "transformers' plans cut plain weights", "Use safetensors")
 
 
-def _shared(files: Checkpoint, tokenizer: Any, dtype: torch.dtype, device: torch.device) -> Engine:
-    """The engine of this process's slice of a model."""
-    others = ranks.join(device)
+def check_shared(
+    model: str | None, size: int, *, quant: Quant | None, backend: Backend, revision: str | None,
+    trust_remote_code: bool,
+) -> None:
+    """Refuse, before processes are started, a model that `size` of them cannot share; arguments as of `load`."""
+    model = catalog.find(model)
+    _check_shared(model, backend, quant, None)
+    _check_cut(Checkpoint(model, revision, trust_remote_code), ranks.Ranks(0, size))
+
+
+def _check_cut(files: Checkpoint, others: ranks.Ranks) -> None:
+    """Refuse a model that cannot be cut into that many slices."""
     config = files.config()
     _check_decoder(config)
     if files.encodes:
@@ -254,6 +263,13 @@ def _shared(files: Checkpoint, tokenizer: Any, dtype: torch.dtype, device: torch
                           "Use one process")
     check_modules(config, "tensor parallelism", "Use one process")
     ranks.check_model(config, others)
+
+
+def _shared(files: Checkpoint, tokenizer: Any, dtype: torch.dtype, device: torch.device) -> Engine:
+    """The engine of this process's slice of a model."""
+    others = ranks.join(device)
+    _check_cut(files, others)
+    config = files.config()
     tokenizer = files.tokenizer(tokenizer)
     with naming(lambda: (f"a slice of the model {files.name!r} in {dtype}", "Use more processes or a smaller dtype")):
         model = files.model(dtype, **ranks.loading(others)).eval()

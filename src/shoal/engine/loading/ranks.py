@@ -8,8 +8,11 @@ on. `torchrun` starts the processes and tells each its number.
 from __future__ import annotations
 
 import os
+import pickle
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -21,18 +24,25 @@ from shoal.errors import Unsupported
 
 T = TypeVar("T")
 _BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
+_PATIENCE = timedelta(minutes=10)
+"""How long a process waits for what another one sends, for when a whole machine is gone without a word."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes of one model: the number of this one, from 0, and how many there are."""
+    """The processes of one model: the number of this one, from 0, and how many there are.
+
+    Attributes:
+        told: whether process 0 tells the others of each request, so that there is nothing to agree on.
+    """
 
     rank: int = 0
     size: int = 1
+    told: bool = False
 
     def agree(self, value: T) -> T:
         """The value that process 0 passes. All processes must call this."""
-        if self.size == 1:
+        if self.size == 1 or self.told:
             return value
         box = [value]
         dist.broadcast_object_list(box, src=0)
@@ -53,6 +63,40 @@ class Ranks:
 ALONE = Ranks()
 
 
+class ControlChannel:
+    """Tells the other processes what comes next, by gloo whatever the devices; all processes make it together."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._rank, self._group = ranks.rank, dist.new_group(backend="gloo", timeout=_PATIENCE)
+
+    def tell(self, state: int, told: Any, *, last: bool = False) -> None:
+        """Send a number and an object, None for nothing, or that these were the last; called by process 0."""
+        sent = b"" if told is None else pickle.dumps(told)
+        dist.broadcast(torch.tensor([-1 if last else len(sent), state]), 0, self._group)
+        if sent:
+            dist.broadcast(torch.frombuffer(bytearray(sent), dtype=torch.uint8), 0, self._group)
+
+    def hear(self) -> tuple[int, Any] | None:
+        """What process 0 sends, or None after the last; ConnectionError where it has ended without a word."""
+        head = torch.zeros(2, dtype=torch.int64)
+        try:
+            dist.broadcast(head, 0, self._group)
+            size, state = head.tolist()
+            if size < 1:
+                return None if size < 0 else (state, None)
+            sent = torch.empty(size, dtype=torch.uint8)
+            dist.broadcast(sent, 0, self._group)
+        except RuntimeError as error:
+            raise ConnectionError("process 0 has ended") from error
+        return state, pickle.loads(sent.numpy().tobytes())  # by no one else's hand than process 0's
+
+    def least(self, numbers: Sequence[int]) -> list[int]:
+        """The least of all processes' numbers, place by place."""
+        found = torch.tensor(numbers, dtype=torch.int64)
+        dist.all_reduce(found, dist.ReduceOp.MIN, self._group)
+        return found.tolist()
+
+
 def join(device: torch.device) -> Ranks:
     """Join the other processes, on CUDA by the device of this one's number; Unsupported where there is no way."""
     what = "tensor parallelism"
@@ -64,7 +108,7 @@ def join(device: torch.device) -> Ranks:
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_initialized():
-        dist.init_process_group(_BACKENDS[device.type])
+        dist.init_process_group(_BACKENDS[device.type], timeout=_PATIENCE)
     return Ranks(dist.get_rank(), dist.get_world_size())
 
 

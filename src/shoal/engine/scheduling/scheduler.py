@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 from shoal.decode.batch import Batch
 from shoal.decode.prefixes import Prefixes
@@ -34,7 +34,7 @@ from shoal.errors import Closed, Interrupted, QueueFull, Unsupported
 from shoal.methods import make
 from shoal.model.kv.room import KVRoom, Need
 
-_CHUNK, _ALONE = 64, 256
+_CHUNK, PROMPTS_ALONE = 64, 256
 """Tokens of a forward that reads prompts: beside sequences that decode, and where no sequence decodes."""
 _DOZE = 0.1
 """Most seconds to sleep where all sequences under way wait for answers."""
@@ -60,7 +60,10 @@ class Scheduler:
 
     Attributes:
         worker: the thread.
+        lockstep: whether the schedulers of all processes that share the model do the same in every turn.
     """
+
+    lockstep: ClassVar[bool] = False
 
     def __init__(
         self, engine: Engine, *, max_seqs: int = 16, max_waiting: int = 256, kv_bytes: int | None = None,
@@ -68,15 +71,15 @@ class Scheduler:
         start: bool = True,
     ) -> None:
         _check_positive(max_seqs=max_seqs, max_waiting=max_waiting, prefill_chunk=prefill_chunk, kv_bytes=kv_bytes)
-        if engine.ranks.size > 1:
+        if engine.ranks.size > 1 and not self.lockstep:
             raise Unsupported(f"a scheduler over {engine.ranks.size} processes",
                               "requests would join at other ticks in each",
-                              "Use replicas, or engine.generate with a list of prompts")
+                              "Use `shoal serve --tensor-parallel`, or engine.generate with a list of prompts")
         self.engine, self.max_seqs, self.max_waiting = engine, max_seqs, max_waiting
         if prefix_bytes is not None and prefix_bytes < 0:
             raise ValueError(f"prefix_bytes is {prefix_bytes}; it must be >= 0 (0 keeps nothing)")
         self.prefill_chunk = prefill_chunk or min(_CHUNK, engine.runner.prefill_chunk)
-        self._alone = prefill_chunk or min(_ALONE, engine.runner.prefill_chunk)
+        self._alone = prefill_chunk or min(PROMPTS_ALONE, engine.runner.prefill_chunk)
         if engine.limit is not None:
             left = engine.limit.for_seqs(engine, max(self._alone, max_seqs * _GUESSING))
             kv_bytes, prefix_bytes = _within(left, kv_bytes, prefix_bytes)
@@ -175,8 +178,8 @@ class Scheduler:
             self.worker.join(timeout)
         finished = self.worker.ended
         with self._wake:
-            self._unwanted.update(entry.handle for entry in [*self._waiting, *self._running])
-            self._wake.notify_all()
+            for entry in [*self._waiting, *self._running]:
+                self._cancel(entry.handle)
         self.worker.join(last)
         return finished
 
@@ -211,7 +214,7 @@ class Scheduler:
 
     def _enqueue(self, entries: list[ScheduledSequence]) -> None:
         with self._wake:
-            if self._closing:
+            if self._refuses:
                 raise Closed("the scheduler takes no more requests: it is shutting down")
             if len(self._waiting) + len(entries) > self.max_waiting:
                 full = f"{len(self._waiting)} sequences wait already, of {self.max_waiting} at most"
@@ -219,6 +222,11 @@ class Scheduler:
             self._open.update(entries)
             self._waiting.extend(entries)
             self._wake.notify_all()
+
+    @property
+    def _refuses(self) -> bool:
+        """Whether no more requests are taken."""
+        return self._closing
 
     def _cancel(self, handle: RequestHandle) -> None:
         with self._wake:

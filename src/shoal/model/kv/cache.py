@@ -159,7 +159,8 @@ class KVCache:
         for state in self.recurrent:
             state.accept(seq, ())
         for layer in self.layers:
-            layer.keep(seq, 0)
+            if layer.scratch[seq]:
+                layer.keep(seq, 0)
         self._forget_marks(seq)
 
     def _forget_marks(self, seq: int) -> None:

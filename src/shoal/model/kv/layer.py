@@ -31,6 +31,8 @@ WINDOW_SLACK = 256
 GIVEN_BACK = 1024
 """A sequence gives memory back when it has dropped at least this many slots."""
 ENDLESS = 1 << 62
+_AHEAD = 256
+"""Slots for which there is room at once, as far as sequences may need them: moving them takes longer than steps do."""
 
 
 def contiguous(seqs: Sequence[int]) -> slice | None:
@@ -235,7 +237,8 @@ class KVLayer:
     def allocate(self, like: Tensor, sizes: KVSizes, count: int) -> None:
         """Allocate storage for at least `count` entries like `like`, with zeros, since masked slots must be finite."""
         heads, *dims = sizes
-        self.replace(*(zeros(like, self.max_seqs, heads, max(count, self.reserve), dim) for dim in dims))
+        ahead = 0 if self.limit == ENDLESS else min(count + _AHEAD, self.limit)
+        self.replace(*(zeros(like, self.max_seqs, heads, max(count, self.reserve, ahead), dim) for dim in dims))
         self.bytes_per_position = heads * sum(dims) * like.element_size()
 
     def replace(self, keys: Tensor | None, values: Tensor | None) -> None:
@@ -295,7 +298,8 @@ class KVLayer:
                     self._evict(seq)
         needed = self._needed(seqs, counts) + self._spare
         if needed > self.keys.shape[2]:
-            self.resize(self.max_seqs, max(needed, min(int(self.keys.shape[2] * GROWTH) + 16, self.limit)))
+            ahead = max(int(self.keys.shape[2] * GROWTH) + 16, needed + _AHEAD)
+            self.resize(self.max_seqs, max(needed, min(ahead, self.limit)))
 
     @property
     def _spare(self) -> int:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -269,12 +270,12 @@ class Shape:
         """What a layer is made of."""
         return self.kinds[layer] if self.kinds else _PLAIN
 
-    @property
+    @cached_property
     def crosses(self) -> bool:
         """Whether layers attend to what an encoder made of a source."""
         return any(kind.crosses for kind in self.kinds)
 
-    @property
+    @cached_property
     def differential(self) -> bool:
         """Whether attention is differential; then all of it is."""
         return any("differential_attention" in kind.mixers for kind in self.kinds)

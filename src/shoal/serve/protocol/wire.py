@@ -20,6 +20,7 @@ from shoal.serve.protocol.thoughts import AnswerReader, Reading
 from shoal.types import Result, Step, TokenLogprob, finite_logprob
 
 Json = dict[str, Any]
+_DUMPS = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 _Listed = tuple[TokenLogprob, int, bool]
 """A token of a plain completion, where it begins in the text, and whether its log-probability is known."""
 
@@ -120,8 +121,9 @@ class ChoicesWire(Wire):
 
     def chunks(self, choices: Iterable[Json | None], usage: Json | None = None) -> str:
         """The events of choices, one chunk for each that is not None."""
-        shared = {**self._chunk_head, **({"usage": usage} if self._body.include_usage else {})}
-        return "".join(event({**shared, "choices": [choice]}) for choice in choices if choice is not None)
+        shared = {**self._chunk_head, **({"usage": usage} if self._body.include_usage else {}), "choices": []}
+        begin = _DUMPS(shared)[: -len("]}")]  # once for all of them
+        return "".join([f"data: {begin}{_DUMPS(choice)}]}}\n\n" for choice in choices if choice is not None])
 
     @abstractmethod
     def _begun(self, index: int) -> Json | None:
@@ -297,7 +299,7 @@ def _message(delta: Json) -> Json:
 def event(value: Json, kind: str = "") -> str:
     """A server-sent event."""
     head = f"event: {kind}\n" if kind else ""
-    return f"{head}data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    return f"{head}data: {_DUMPS(value)}\n\n"
 
 
 def text_of(events: Iterable[Json]) -> str:

@@ -11,6 +11,7 @@ import statistics
 from bisect import bisect_left
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 _GRID = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -151,6 +152,24 @@ class LinearLatency:
         return max(0.0, self._y + self._slope * (size - self._x))
 
 
+@dataclass(frozen=True)
+class _Curve:
+    """Points (guesses, plain steps that they add), both ascending, and what was asked of the lines between them."""
+
+    points: Sequence[tuple[int, float]]
+    found: dict[int, float] = field(default_factory=dict)
+
+    def at(self, guesses: int) -> float:
+        """Plain steps that so many guesses add."""
+        place = bisect_left(self.points, (guesses, -1.0))
+        if place == len(self.points):
+            size, added = self.points[-1]
+            return added * guesses / size
+        size, added = self.points[place]
+        below, least = self.points[place - 1] if place else (0, 0.0)
+        return least + (added - least) * (guesses - below) / (size - below)
+
+
 class ForwardTimes:
     """Seconds of forwards of one model on this machine, by sequences and by guesses on top of them.
 
@@ -163,7 +182,7 @@ class ForwardTimes:
         self._calls = defaultdict[int, LeastSquares](LeastSquares)
         self._most = dict[int, int]()
         self._added = defaultdict[int, dict[int, deque[float]]](dict)
-        self._curves: dict[int, list[tuple[int, float]]] = {}
+        self._curves: dict[int, _Curve] = {}
 
     def observe(self, seqs: int, guesses: int, seconds: float, steps: int = 1) -> None:
         """Add the time of a forward of so many sequences, with so many guesses over all sequences.
@@ -206,14 +225,11 @@ class ForwardTimes:
 
     def added(self, seqs: int, guesses: int) -> float:
         """Plain steps that so many guesses add to one: straight lines between what was measured."""
-        curve = self._curve(seqs)
-        at = bisect_left(curve, (guesses, -1.0))
-        if at == len(curve):
-            size, added = curve[-1]
-            return added * guesses / size
-        size, added = curve[at]
-        below, least = curve[at - 1] if at else (0, 0.0)
-        return least + (added - least) * (guesses - below) / (size - below)
+        curve = self._curves.get(load(seqs)) or self._curve(seqs)
+        found = curve.found.get(guesses)
+        if found is None:
+            found = curve.found[guesses] = curve.at(guesses)
+        return found
 
     def widest(self, seqs: int) -> int:
         """The largest number of guesses that was timed for so many sequences; 0 if none was."""
@@ -224,15 +240,13 @@ class ForwardTimes:
         self._added.pop(load(seqs), None)
         self._curves.pop(load(seqs), None)
 
-    def _curve(self, seqs: int) -> list[tuple[int, float]]:
-        """Points (guesses, plain steps), both ascending."""
-        if load(seqs) not in self._curves:
-            cells, points, least = self._added[load(seqs)], deque[tuple[int, float]](), math.inf
-            for size in sorted(cells, reverse=True):  # more positions never take less: the excess is noise
-                least = min(least, statistics.median(cells[size]))
-                points.appendleft((size, least))
-            self._curves[load(seqs)] = list(points) or [(1, _SLOPE / (1 + _SLOPE * (seqs - 1)))]
-        return self._curves[load(seqs)]
+    def _curve(self, seqs: int) -> _Curve:
+        cells, points, least = self._added[load(seqs)], deque[tuple[int, float]](), math.inf
+        for size in sorted(cells, reverse=True):  # more positions never take less: the excess is noise
+            least = min(least, statistics.median(cells[size]))
+            points.appendleft((size, least))
+        curve = self._curves[load(seqs)] = _Curve(list(points) or [(1, _SLOPE / (1 + _SLOPE * (seqs - 1)))])
+        return curve
 
 
 def beyond(step: float, guesses: int, seconds: float) -> float:

@@ -1,6 +1,7 @@
 """Compiles the C sources of this folder: for wheels, or once per machine into the user's cache folder.
 
-A build hook loads this file alone, so its top level imports nothing but the standard library.
+A build hook loads this file alone, so its top level imports nothing but the standard library. Run as a script, with
+Shoal's source folder on PYTHONPATH, it compiles for this processor while packages are still being installed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 _HERE = Path(__file__).parent
@@ -62,20 +65,20 @@ class BuildError(Exception):
     """Why there is no library."""
 
 
-def build(vectors: str) -> Path:
+def build(vectors: str, linking: Sequence[str] = ()) -> Path:
     """The library for a vector set, compiled if it is not cached; BuildError if there is no compiler, or it failed.
 
     A line on stderr says that it is compiled, as the start waits for it. If the cache cannot be written, it is compiled
-    for this process alone, at every start.
+    for this process alone, at every start. Without options for `linking`, whoever loads it has an OpenMP library.
     """
-    compiler, runtime = _compiler(), openmp_runtime()
-    kept = cache_folder() / _fingerprint(compiler, runtime, vectors) / "libshoal.so"
+    compiler = _compiler()
+    kept = cache_folder() / _fingerprint(compiler, linking, vectors) / "libshoal.so"
     if os.path.isfile(kept):
         return kept
     target = _writable(kept.parent) / kept.name
     print(f"compiling the kernels for this processor ({vectors}): about half a minute on two cores", file=sys.stderr,
           flush=True)
-    _compile(compiler, vectors, "native", ["-Wl,--no-undefined", runtime or "-fopenmp"], target)
+    _compile(compiler, vectors, "native", linking, target)
     return target
 
 
@@ -166,10 +169,7 @@ def _writable(folder: Path) -> Path:
 
 
 def openmp_runtime() -> str | None:
-    """The path of the OpenMP library that torch uses in this process.
-
-    Our library is linked to the same one by path, since two runtimes would have two pools of spinning threads.
-    """
+    """The path of the OpenMP library that torch uses in this process; two would have two pools of spinning threads."""
     import torch
 
     torch.get_num_threads()
@@ -187,10 +187,10 @@ def layout_version() -> str:
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:12]
 
 
-def _fingerprint(compiler: str, runtime: str | None, vectors: str) -> str:
+def _fingerprint(compiler: str, linking: Sequence[str], vectors: str) -> str:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
     flags = repr((_BASE, _more_flags(), _UNITS, _SHORT, _VECTORS[vectors]))
-    parts = [version, str(runtime), vectors, flags, _processor()]
+    parts = [version, *linking, vectors, flags, _processor()]
     parts += [path.name + path.read_text() for path in sorted([*_HERE.glob("*.c"), *_HERE.glob("*.h")])]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
 
@@ -201,14 +201,16 @@ def _processor() -> str:
     return "".join(dict.fromkeys(line for line in _cpuinfo() if line.startswith(telling))) or platform.processor()
 
 
-def _compile(compiler: str, vectors: str, tune: str, linking: list[str], target: Path) -> None:
+def _compile(compiler: str, vectors: str, tune: str, linking: Sequence[str], target: Path) -> None:
     """Compile in a temporary folder, then rename, so that readers never see a partial library."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as name:
             folder = Path(name)
             with ThreadPoolExecutor(os.cpu_count()) as pool:
-                objects = list(pool.map(lambda unit: _object(compiler, unit, vectors, tune, folder), _UNITS))
+                begun = {unit: pool.submit(_object, compiler, unit, vectors, tune, folder)
+                         for unit in sorted(_UNITS, key="forward.c".__ne__)}  # it takes nearly half of all the time
+            objects = [begun[unit].result() for unit in _UNITS]
             library = folder / target.name
             _run([compiler, "-shared", *_more_flags(), "-o", str(library), *objects, *linking, "-lm"])
             os.replace(library, target)
@@ -235,3 +237,8 @@ def _run(command: list[str]) -> None:
         raise BuildError(f"the compiler took more than {_TIMEOUT} seconds") from error
     if done.returncode:
         raise BuildError(f"`{' '.join(command[:1])}` failed: {done.stderr.strip()[-1000:]}")
+
+
+if __name__ == "__main__":
+    with suppress(BuildError):  # the first load says why
+        build(vector_sets()[0])

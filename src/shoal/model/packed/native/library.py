@@ -8,6 +8,7 @@ import logging
 import os
 from array import array
 from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_void_p
+from pathlib import Path
 
 from shoal.model.packed.native.build import BuildError, build, openmp_runtime, prebuilt, vector_sets
 
@@ -291,7 +292,7 @@ def _open() -> tuple[ctypes.CDLL | None, str]:
 
 def _open_for(vectors: str) -> tuple[ctypes.CDLL | None, str]:
     try:
-        library = _prebuilt(vectors) or ctypes.CDLL(str(build(vectors)))
+        library = _prebuilt(vectors) or _compiled(vectors)
     except (BuildError, OSError) as error:
         return None, str(error)
     for name, (result, arguments) in _SIGNATURES.items():
@@ -302,16 +303,27 @@ def _open_for(vectors: str) -> tuple[ctypes.CDLL | None, str]:
 
 
 def _prebuilt(vectors: str) -> ctypes.CDLL | None:
-    """The library of the wheel, with the OpenMP library that torch uses; None if either is missing."""
+    """The library of the wheel; None if that or torch's OpenMP library is missing."""
     path, runtime = prebuilt(vectors), openmp_runtime()
     if path is None or runtime is None:
         return None
     try:
-        ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
-        return ctypes.CDLL(str(path), mode=os.RTLD_NOW)
+        return _beside(runtime, path)
     except OSError as error:
         _log.info("the kernels that came with the package cannot be loaded, so they are compiled: %s", error)
         return None
+
+
+def _compiled(vectors: str) -> ctypes.CDLL:
+    """The library that is compiled on this machine."""
+    runtime = openmp_runtime()
+    return ctypes.CDLL(str(build(vectors, ["-fopenmp"]))) if runtime is None else _beside(runtime, build(vectors))
+
+
+def _beside(runtime: str, path: Path) -> ctypes.CDLL:
+    """A library that is linked to no OpenMP library, with the one that torch uses."""
+    ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
+    return ctypes.CDLL(str(path), mode=os.RTLD_NOW)
 
 
 def available() -> bool:
