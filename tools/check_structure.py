@@ -34,7 +34,7 @@ VAGUE = ("words",)
 CONFIGS = ("vocab_size",)
 """Names that components share with transformers' configs, which are looked up."""
 
-MOST_CORE_LINES = 62_855
+MOST_CORE_LINES = 63_105
 """2,680: recurrent layers; 990: experts; 330: plain steps; 410: prefixes in place; 610: SambaY; 730: latent attention,
 channel-wise gates of two matrices and lightning attention, seven model types, their GGUF files and published names;
 560: all GGUF types, models in parts, gpt-oss; 40: orders and cards by kind of layer; 530: safetensors in the numbers
@@ -80,11 +80,12 @@ modules; 38: biases of encoders by distance;
 448: windows of speech together, what a smaller model hears as guesses, in any tokens, methods of the audio routes;
 1: a layer that guesses beside a decoder with LayerNorms; 20: prompts whose pictures go on with fewer tokens;
 837: schedulers in lockstep and the processes of a server that share a model; prompts in two waves between them;
-12: alphas for long answers, found by halving; 40: what to write for an option, in words and with an example"""
+12: alphas for long answers, found by halving; 40: what to write for an option, in words and with an example;
+265: positions by slot, tokens read again in full, copies of skipped layers' KV, labels in 4 bits"""
 MOST_CORE_FILES = 385  # 20: recurrent; 4: experts; 4: SambaY; 3: latent; 9: GGUF; 6: classics; 20: drafts; 11: hub;
 # 9: what clients speak; 1: threads that part; 2: what is told of a model, how it lies in files; 1: whose adapters are;
 # 1: options of tools; 7: sources and their encoders; 9: speech; 7: pictures; 6: sounds; 2: films; 3: shared models
-MOST_LAB_LINES = 49_200
+MOST_LAB_LINES = 49_600
 """Of the package, benchmarks and tools. 392 more: plan and members; 127: two checkouts; 350: hybrids, prefixes; 620:
 training hybrids; 200: files of mixtures; 670: caches of experts,
 mixtures of dense files, experts beyond memory; 70: a day of alike requests;
@@ -103,7 +104,8 @@ transcripts, guesses of it by place; 1,775: solids, two tasks and videos, with w
 1,550: continuous tokens, a key-value bottleneck, circuits;
 605: healing beside an encoder, batches by two
 lengths, what a decoder's layers are worth to a transcript;
-240: prompts in two waves between network namespaces."""
+240: prompts in two waves between network namespaces; 310: copied KV, a text beyond the context, a request's
+runtime and price, ranks by width, votes of chains."""
 MOST_IN_FOLDER = 20
 MOST_CLASSES = 85  # each kind of part and of cache layer is a class, with its defaults; 4: of adapters; 5: of sources
 """Classes and protocols in the modules that the decoding loop imports, however indirectly."""

@@ -3,16 +3,17 @@
 
     python tools/make_card.py MODEL --data DATA --name SmolLM2-135M-Instruct --weights Q4_1 --out src/shoal/cards/x.json
 
-Chat prompts come from mt_bench, vicuna and self_instruct in DATA; a model without a chat template reads the validation
-part of wikitext2 and novels instead. No test set of an evaluation is read.
+Chat prompts are of the calibration parts of the suites `chat` and `instructions` (mt_bench, vicuna and self_instruct in
+DATA), which no evaluation reads; a model without a chat template reads those of `wikitext2` and `novels` instead. The
+card names the items that it has seen.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,10 @@ from shoal.engine.cards.quick import Effort, answered, asked, measure_card
 from shoal.engine.engine import Engine
 from shoal_lab.calibrate.skips import byte_costs, search_skips
 from shoal_lab.eval import suites
+from shoal_lab.eval.items import Item
+
+_LONGEST = 600
+"""Characters of a prompt."""
 
 
 def main() -> None:
@@ -44,15 +49,17 @@ def main() -> None:
     chats = bool(getattr(engine.tokenizer, "chat_template", None)) and not args.no_chat
     count = args.tokens // (args.answer - 1) + 1
     if chats:
-        texts = answered(engine, asked(engine, questions(args.data, count)), args.answer)
+        items = questions(args.data, count)
+        texts = answered(engine, asked(engine, [item.prompt for item in items]), args.answer)
         source = "the model's own greedy answers to prompts of mt_bench, vicuna and self_instruct"
     else:
-        texts = read(engine, args.data, count, args.answer)
+        items = stretches(args.data, count)
+        texts = read(engine, items, args.answer)
         source = "wikitext2 (valid) and novels"
     print(f"{sum(len(a) for _, a in texts)} tokens of answers after {time.monotonic() - began:.0f} s", flush=True)
     card = measure_card(engine, texts, Effort(args.seconds, args.tokens, args.answer, args.every), source=source)
     card["model"] |= {"name": args.name, "weights": args.weights}
-    card["measured"]["machine"] = cpu_name()
+    card["measured"] |= {"machine": cpu_name(), "items": [item.id for item in items[: len(texts)]]}
     write(card, args.out)
     print(f"layers after {time.monotonic() - began:.0f} s", flush=True)
     if args.rounds and engine.runner.can_split:
@@ -63,29 +70,23 @@ def main() -> None:
     print(f"done after {time.monotonic() - began:.0f} s", flush=True)
 
 
-def questions(data: Path, count: int) -> list[str]:
-    """Prompts of the three sets in turn."""
-    sets = [
-        [row["turns"][0] for row in lines(data / "mt_bench" / "question.jsonl")],
-        [str(row.get("text") or row["turns"][0]) for row in lines(data / "vicuna" / "vicuna_bench.jsonl")],
-        [f"{row['instruction']}\n{row['instances'][0]['input']}".strip()
-         for row in lines(data / "self_instruct" / "user_oriented_instructions.jsonl")],
-    ]
-    for number, part in enumerate(sets):
-        random.Random(number).shuffle(part)
-        part[:] = [text for text in part if len(text) < 600]
-    return [text for together in zip(*sets, strict=False) for text in together][:count]
+def questions(data: Path, count: int) -> list[Item]:
+    """Short prompts of the two suites in turn, of the part of each that no evaluation reads."""
+    sets = [[item for item in suites.get(name).items(data, "calibration") if len(item.prompt) < _LONGEST]
+            for name in ("chat", "instructions")]
+    return [item for together in zip(*sets, strict=False) for item in together][:count]
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines() if line.strip()]
+def stretches(data: Path, count: int) -> list[Item]:
+    """Stretches of two texts in turn, of the part of each that no evaluation reads."""
+    parts = [suites.get(name).items(data, "calibration", count) for name in ("wikitext2", "novels")]
+    return [one for together in zip(*parts, strict=False) for one in together][:count]
 
 
-def read(engine: Engine, data: Path, count: int, answer: int) -> list[Text]:
-    """Stretches of text, a prompt of 32 tokens each."""
-    parts = [suites.get(name).items(data, "calibration", count, 0) for name in ("wikitext2", "novels")]
+def read(engine: Engine, items: Sequence[Item], answer: int) -> list[Text]:
+    """Texts with a prompt of 32 tokens each."""
     texts: list[Text] = []
-    for item in [one for together in zip(*parts, strict=False) for one in together][:count]:
+    for item in items:
         ids = engine.tokenizer(item.prompt + item.solution)["input_ids"]
         texts.append((ids[:32], ids[32 : 32 + answer]))
     return texts

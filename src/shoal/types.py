@@ -127,6 +127,8 @@ class ModelInfo:
         kv_sizes: KV heads, and head_dim of keys and of values, per layer; empty if unknown.
         sources: per layer, the one that it reads instead of keeping something itself, or None; empty if none does.
         shows_queries: whether a component may see the queries of attention, and choose what they read.
+        turns_keys: whether stored keys can be turned to other places.
+        context: most positions that the model was trained on; None if unknown.
         by_distance: whether scores depend on how far apart slots are, so that none may be left out between others.
         keeps_threads: why a forward can spare no thread (`shoal.model.runner.Meanwhile`); empty if it can.
         tokenizer: the model's tokenizer, if it has one.
@@ -159,6 +161,8 @@ class ModelInfo:
     sources: tuple[int | None, ...] = ()
     shows_queries: bool = True
     by_distance: bool = False
+    turns_keys: bool = False
+    context: int | None = None
     keeps_threads: str = ""
     tokenizer: Any = None
     draft_engine: Callable[..., Any] | None = None

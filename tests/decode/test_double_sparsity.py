@@ -69,10 +69,14 @@ def outlined_model(name: str, options: DoubleSparsity, windows: tuple[int | None
 
     def before(module: Any, layer: int, query: Tensor, key: Tensor) -> None:
         keep = torch.zeros(len(key[0]), 1, 1, key.shape[3], dtype=key.dtype)
+        labels = key[0].clone()
         for head, dims in enumerate(options.channels[layer]):
-            keep[head, ..., list(dims[: options.width])] = 1
+            some = list(dims[: options.width])
+            keep[head, ..., some] = 1
+            for label in labels[head] if options.bits == 4 else ():
+                label[some] = in_sixteen_steps(label[some])
         grouped = query[0].view(len(key[0]), -1, *query.shape[2:])
-        scores = (grouped * keep) @ key[0][:, None].mT * module.scaling
+        scores = (grouped * keep) @ labels[:, None].mT * module.scaling
         cap = getattr(module, "attn_logit_softcapping", None)
         shown[layer] = scores if cap is None else torch.tanh(scores / cap) * cap
 
@@ -80,6 +84,24 @@ def outlined_model(name: str, options: DoubleSparsity, windows: tuple[int | None
         if hasattr(module, "layer_idx"):
             module.shown = before
     return model
+
+
+def in_sixteen_steps(numbers: Tensor) -> Tensor:
+    """Each number as the nearest of sixteen that are evenly spread from the least to the largest."""
+    steps = torch.linspace(0, 1, 16, dtype=numbers.dtype) * (numbers.max() - numbers.min()) + numbers.min()
+    return steps[(numbers[:, None] - steps).abs().argmin(1)]
+
+
+@on_backends("llama", "hybrid")
+def test_labels_in_four_bits(backend: Backend, name: str) -> None:
+    fine, info = method_for(backend, name)
+    method = replace(fine, bits=4)
+    run, other = (decode(None, PROMPTS, one.recipe(info), NEW, runner=backend.runner(name)) for one in (method, fine))
+    for number, ids in enumerate(PROMPTS):
+        model = outlined_model(name, method, info.windows, len(ids))
+        expected = oracle_logits(model, ids, DepthPlan.full(LAYERS), run.tokens[number])
+        assert gap(run.logits(number).to(expected.dtype), expected) <= backend.exact, number
+    assert run.tokens != other.tokens or gap(run.logits(3), other.logits(3)) > 0.01, "no choice was rounded away"
 
 
 @plans
@@ -145,8 +167,8 @@ def test_labels_are_what_is_stored(recipe: str, monkeypatch: pytest.MonkeyPatch)
     made: list[Labels] = []
     first = Labels.__init__
 
-    def noted(self: Labels, dims: Tensor) -> None:
-        first(self, dims)
+    def noted(self: Labels, dims: Tensor, *how: bool) -> None:
+        first(self, dims, *how)
         made.append(self)
 
     monkeypatch.setattr(Labels, "__init__", noted)

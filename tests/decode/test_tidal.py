@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attention_oracle import Reading, reading_model
-from backends import NATIVE, Backend, each_backend, on_backends, on_one_backend, packed, reference
+from backends import HF, NATIVE, TORCH, Backend, each_backend, on_backends, on_one_backend, packed, reference
 from drive import SHORT, decode, gap, make_run, oracle_logits, prompt
 from families import tiny
 from kv_checks import check_fork, check_guesses, check_identity, check_mates
@@ -128,6 +128,38 @@ def test_guesses_and_mates_change_nothing(backend: Backend, name: str, recipe: s
 def test_as_many_columns_as_there_are_is_the_identity(backend: Backend, name: str) -> None:
     method, info = method_for(backend, name)
     check_identity(replace(method, k=64).recipe(info), PROMPTS, NEW, backend.runner(name))
+
+
+@on_backends("llama", backends=(HF, TORCH, NATIVE))
+def test_a_correction_leaves_what_the_full_model_stores(backend: Backend, name: str) -> None:
+    """Behind a correction logits and KV are those of a dense pass over all that was said; between two they are not."""
+    every, (method, info) = 6, method_for(backend, name)
+    runner = backend.runner(name)
+    info = replace(info, kv_sizes=runner.kv_sizes)
+    run = decode(None, PROMPTS, replace(method, correct=every).recipe(info), NEW, runner=runner)
+    for number, ids in enumerate(PROMPTS):
+        dense = oracle_logits(reference(name), ids, FULL_PLAN, run.tokens[number])
+        found = run.logits(number).to(dense.dtype)
+        first = max(len(ids), K) - len(ids)
+        corrected = [place for place in range(first + 1 + every, NEW, every)]
+        others = [place for place in range(first + 2, NEW) if place not in corrected]
+        assert corrected and gap(found[corrected], dense[corrected]) <= backend.exact
+        assert gap(found[others], dense[others]) > 0.05
+        assert run.seqs[number].ledger.decode_layer_tokens >= (NEW - 1 + every * len(corrected)) * LAYERS
+    uncorrected = decode(None, PROMPTS, method.recipe(info), NEW, runner=runner)
+    assert uncorrected.tokens != run.tokens or gap(uncorrected.logits(3), run.logits(3)) > 0.01
+
+
+def test_corrections_beside_what_would_no_longer_hold_are_refused() -> None:
+    method = Tidal(K, 1, 3, correct=4)
+    info = replace(INFO, kv_sizes=((2, 8, 8),) * LAYERS)
+    for part in (StreamingLLM(window=12, sinks=1).recipe(info), KVInt8().recipe(info), Recipe(D3_PLAN)):
+        with pytest.raises(Unsupported, match="read again, Tidal, beside"):
+            replace(part, select=method.recipe(info).select)
+    with pytest.raises(Unsupported, match="windows or states"):
+        method.recipe(replace(info, windows=(None, 4, None, None, None, None)))
+    with pytest.raises(ValueError, match="correct is 0"):
+        Tidal(correct=0)
 
 
 def test_neutral_settings_have_no_part() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import shoal.engine.memory.memory_limit as limits
 from backends import NATIVE
 from drive import prompt
 from method_matrix import MATRIX
+from shoal.decode.recipe import Recipe
 from shoal.engine.engine import Engine
 from shoal.engine.memory.amounts import parse, shown
 from shoal.engine.memory.footprint import Footprint, footprint, weights_on_disk
@@ -28,7 +29,9 @@ from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.errors import OutOfMemory, Unsupported
 from shoal.methods import make
 from shoal.methods.base import Method
+from shoal.methods.prompt_lookup import PromptLookup
 from shoal.model.packed.native.library import ROOM_BESIDE
+from shoal.types import ModelInfo
 
 PROCESS = 50 << 20
 DEFAULTS = [kind() for kind in dict.fromkeys(map(type, MATRIX)) if kind.name in ("eagle", "swift", "rapid", "deer")]
@@ -119,6 +122,29 @@ def test_guesses_go_first_then_rows_then_what_is_allowed(engine: Engine) -> None
 
 
 @pytest.mark.slow
+@dataclass(frozen=True)
+class Fours(PromptLookup):
+    """Takes lengths that four divides, and refuses 6 before it knows a model."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.length == 6:
+            raise ValueError("length is 6")
+
+    def recipe(self, info: ModelInfo) -> Recipe:
+        if self.length % 4:
+            raise ValueError(f"length is {self.length}; it must be a multiple of 4")
+        return super().recipe(info)
+
+
+def test_only_what_the_method_takes_is_chosen(engine: Engine) -> None:
+    assert [one.option("length") for one in shorter(Fours(length=12))] == [12, 3, 1, None]
+    whole, plain = (sized(engine, IDS, method=method).total for method in (Fours(length=16), "full"))
+    chosen = [plan(engine, limit(total), method=Fours(length=16)).method for total in range(plain, whole + 1, 512)]
+    lengths = [one.option("length") for one in chosen]
+    assert {16, 8, 4, None} >= {*lengths} and {8, 4} & {*lengths} and lengths[0] is None
+
+
 def test_more_memory_never_gives_less(engine: Engine) -> None:
     least, most = sized(engine, IDS[1:2]).total, sized(engine, IDS, method="prompt_lookup").total
     steps = [*range(least, most, (most - least) // 24), most]

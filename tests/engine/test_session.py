@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from chat_tokenizer import SPECIALS, chat_tokenizer
 from drive import Seen, gap
 from families import fingerprint, tiny
 from oracle import decoder_layers
+from shoal.decode.prefixes import common
 from shoal.engine.engine import Engine
 from shoal.engine.loading.load import engine_for
 from shoal.engine.session import Session
@@ -296,3 +298,43 @@ def test_the_system_prompt_comes_first() -> None:
 def test_without_a_chat_template_there_is_no_chat() -> None:
     with pytest.raises(Unsupported, match="no chat template"):
         engine_for(tiny("llama")).session()
+
+
+def test_copies_are_of_the_nearest_layer_below_that_ran_the_token() -> None:
+    """With `fill="copy"` the next turn begins with a transformers cache that is made so, and reads no token again."""
+    method = D3(alpha=0.8, core=2, fill="copy")
+    chat = begin(method=method)
+    first = chat.send(QUESTIONS[0])
+    assert first.tokens == begin(method=SHALLOW).send(QUESTIONS[0]).tokens  # within an answer nothing reads copies
+    plan, prompt = chat._engine.recipe(method, NEW).plan, first.stats.prompt_tokens
+    cache, held = chat._cache, chat._cache.positions[0]
+    depth = [len(plan.layers(max(0, position - prompt + 1))) for position in range(held)]
+    assert min(depth) < plan.num_layers
+    copied = DynamicCache()
+    for layer, store in enumerate(cache.layers):
+        keys, values = store.read(0, held, torch.float64)
+        assert store.stored(0) == held
+        for position in range(held):
+            ran = plan.layers(max(0, position - prompt + 1))
+            below = cache.layers[max(one for one in ran if one <= layer)].read(0, held, torch.float64)
+            assert torch.equal(keys[:, position], below[0][:, position])
+            assert torch.equal(values[:, position], below[1][:, position])
+        copied.update(keys[None].clone(), values[None].clone(), layer)
+    asked = [*chat.messages, {"role": "user", "content": QUESTIONS[1]}]
+    ids, seen = ids_of(asked), Seen()
+    known = common(chat._cached, ids)
+    if known < held:
+        copied.crop(known - held)
+    with torch.no_grad():
+        expected = tiny("llama")(torch.tensor([ids[known:]]), past_key_values=copied).logits[0, -1]
+    with forwards("llama") as sizes:
+        chat.send(QUESTIONS[1], method="full", logit_bias={}, logits_processor=[seen])
+    assert sizes[0] == len(ids) - known
+    assert gap(seen.logits[0], expected) <= 1e-10
+
+
+def test_copies_are_refused_where_layers_differ_or_the_kv_is_altered() -> None:
+    with pytest.raises(Unsupported, match="do not all store the same"):
+        begin("hybrid", D3(fill="copy")).send("Hi")
+    with pytest.raises(Unsupported, match="copies of dropped layers' KV"):
+        begin(method=[D3(alpha=0.8, core=2, fill="copy"), "kv_int8"]).send("Hi")

@@ -37,8 +37,8 @@ OUTSIDE: dict[tuple[str, str], Method] = {
     ("topk_oracle", "first"): TopKOracle(first=99),
 }
 NAME_NO_LAYER = {
-    ("double_sparsity", "channels"), ("eagle", "stop"), ("mtp", "stop"), ("snapkv", "random"), ("tidal", "k"),
-    ("unified_layer_skipping", "speedup"),
+    ("d3", "fill"), ("double_sparsity", "channels"), ("eagle", "stop"), ("mtp", "stop"), ("snapkv", "random"),
+    ("tidal", "k"), ("unified_layer_skipping", "speedup"),
 }
 """Their words mention layers, but their values count none."""
 

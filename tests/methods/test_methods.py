@@ -146,6 +146,16 @@ def test_shortgpt_without_scores_says_how_to_get_them() -> None:
         ShortGPT().recipe(info())
 
 
+def test_a_request_too_short_for_a_mean_comes_as_near_as_it_can() -> None:
+    """Its first token runs every layer, so of two tokens at half the depth the second runs the core alone."""
+    for tokens, mean in ((1, 32), (2, (32 + 4) / 2), (3, 16), (64, 16)):
+        short = ModelInfo(32, tokens)
+        assert D3(mean=0.5).recipe(short).plan.mean_depth(tokens) == pytest.approx(mean, abs=0.34)
+        said = D3(mean=0.5).notice(short)
+        assert (said is not None and "16 layers is out of reach" in said) == (tokens < 3)
+    assert D3(mean=0.9, start=20).recipe(ModelInfo(32, 8)).plan.mean_depth(8) == 32
+
+
 @pytest.mark.parametrize(
     ("build", "words"),
     [
@@ -163,6 +173,8 @@ def test_shortgpt_without_scores_says_how_to_get_them() -> None:
         (lambda: D3(order="sideways").recipe(info()), "unknown removal order 'sideways'"),
         (lambda: D3(order=(1, 2, 3)).recipe(info()), r"each flex layer \(2\.\.29\) once"),
         (lambda: D3(mean=2.0).recipe(info()), "out of reach"),
+        (lambda: D3(mean=0.4, start=0.5).recipe(info()), "out of reach"),
+        (lambda: D3(mean=0.9, horizon=1).recipe(info()), "out of reach"),
         (lambda: UnifiedLayerSkipping(0.5), "speedup is 0.5"),
         (lambda: UnifiedLayerSkipping(math.inf), "speedup is inf"),
         (lambda: UnifiedLayerSkipping(17).recipe(info(16)), r"2\.\.16.*at most 8"),

@@ -121,6 +121,9 @@ def test_a_method_per_request(server: Running) -> None:
     assert answer.metrics["depth"]["mean_layers"] == pytest.approx(expected.stats.mean_layers)
     assert answer.metrics["depth"]["full_layers"] == 4
     assert answer.metrics["beside"] == {}
+    extra = {"method": "d3", "method_args": {"mean": 0.9, "core": 2}, "metrics": True}  # out of reach
+    answer = client.chat.completions.create(model=MODEL, messages=ASK, max_tokens=1, extra_body=extra)
+    assert answer.metrics["depth"]["mean_layers"] == server.engine.runner.num_layers
     extra = {"method": "best_of", "method_args": {"n": 3}, "metrics": True}
     answer = client.chat.completions.create(model=MODEL, messages=ASK, max_tokens=10, temperature=1, extra_body=extra)
     assert answer.metrics["beside"]["branches"] == 3 and answer.metrics["beside"]["thrown_away"] > 0

@@ -12,7 +12,9 @@ from shoal.depth.plan import DepthPlan
 from shoal.engine.memory import footprint, memory_limit
 from shoal.methods.d3 import D3
 from shoal.types import ModelInfo
+from shoal_lab.calibrate import cost
 from shoal_lab.cli import plan as command
+from shoal_lab.components.cost import CostCard
 
 DROPS = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=12)
 
@@ -122,3 +124,24 @@ def test_plot_without_matplotlib_says_what_to_install(tmp_path, capsys, monkeypa
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main(["plan", "--layers", "16", "--plot", str(tmp_path / "plan.png")]) == 2
     assert "shoal-lab[plot]" in capsys.readouterr().err
+
+
+def test_the_idealised_runtime_is_the_card_s_sum_and_costs_what_the_user_says(capsys, monkeypatch):
+    """F(p) by lines between what was measured, then a step per further token; hours and kilowatt-hours by the price."""
+    card = CostCard(0.001, 0.002, 0.003, 0.0, (None,) * 30, ((32, 0.1), (132, 0.6)))
+    asked = []
+    monkeypatch.setattr(cost, "measure", lambda engine, **how: asked.append(how) or card)
+    words = ["--runtime", "--method", "full", "--prompt-tokens", "82", "--max-new-tokens", "11",
+             "--price-per-hour", "3.6", "--watts", "72", "--price-per-kwh", "50"]
+    found = planned(capsys, *words)
+    whole = 0.35 + 10 * (0.002 + 0.003 + 30 * 0.001)
+    assert asked == [{"contexts": (32, 82), "seconds": 1.0}]
+    assert found["prefill_seconds"] == pytest.approx(0.35)
+    assert found["seconds"] == pytest.approx(whole)
+    assert found["watt_hours"] == pytest.approx(whole * 72 / 3600)
+    assert found["price"] == pytest.approx(whole * 0.001 + whole * 72 / 3600 / 1000 * 50)
+    half = planned(capsys, "--runtime", "--method", "early_exit", "--exit-layer", "15", *words[3:])
+    assert found["seconds"] - half["seconds"] == pytest.approx(10 * 15 * 0.001)
+    for wrong, said in ((["--watts", "-1"], "--watts is -1.0"), (["--method", "kv_int8"], "whose time depends")):
+        assert main(["plan", *words, *wrong]) == 2
+        assert said in capsys.readouterr().err

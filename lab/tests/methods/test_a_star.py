@@ -193,6 +193,37 @@ def test_the_budget_is_what_is_spent(seed: int, budget: int) -> None:
     assert sum(toy.taken.values()) == budget
 
 
+@settings(max_examples=80, deadline=None)
+@given(st.integers(0, 10**6), st.integers(2, 4), st.integers(2, 4), st.sampled_from(sorted(EDGES)), st.integers(1, 60))
+def test_an_exhausted_budget_leaves_what_a_textbook_leaves(
+    seed: int, width: int, depth: int, edge: Any, budget: int
+) -> None:
+    """The best finished answer, or else the best waiting one; an answer that moved in some ways only still waits."""
+    promise, cost = promise_of(seed), EDGES[edge]
+    toy = Toy(width, lambda path: len(path) >= depth)
+    winner = walk(toy, AStar(k=width, step=1, width=2, edge_cost=edge), promise, budget)
+
+    def h(path: Path) -> float:
+        return 1 - promise(path)
+
+    waiting, opened, made, left = [(h(()), 0, 0, 0.0, ())], list[Path](), 0, budget
+    while left:
+        best = min(waiting, key=lambda one: one[:3])
+        if toy.goal(best[4]):
+            break
+        waiting.remove(best)
+        _, rank, _, g, path = best
+        opened.append(path)
+        moved = min(width, left)
+        for child in [*((*path, number) for number in range(moved)), *[path] * (moved < width)]:
+            made += 1
+            spent = g + cost(h(path), h(child))
+            waiting.append((spent + h(child), rank - 1, made, spent, child))
+        left -= moved
+    assert winner == min(waiting, key=lambda one: (not toy.goal(one[4]), one[:3]))[4]
+    assert toy.opened == opened and sum(toy.taken.values()) == budget - left
+
+
 class Way:
     """A branch as recorded by `by_hand`."""
 

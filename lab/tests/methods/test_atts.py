@@ -30,6 +30,7 @@ from shoal.methods import make
 from shoal.methods.calibrated import Calibrated
 from shoal.types import Sampling
 from shoal_lab.calibrate import chunks
+from shoal_lab.components.vote import voted, winner
 from shoal_lab.eval.items import Item
 from shoal_lab.methods.atts import ATTS, ByChunk, ChunkJudging
 from test_matrix import engine_of
@@ -37,7 +38,9 @@ from test_matrix import engine_of
 SCORES = (4.2, 4.35, 4.4, 4.5, 4.55, 4.6, 4.7, 4.8, 5.0)
 METHOD = ATTS(alpha=0.5, draft_tokens=4, target_tokens=3, scores=SCORES)
 CASES = [METHOD, replace(METHOD, alpha=0.3, draft_tokens=3, target_tokens=5), replace(METHOD, alpha=1.0),
-         replace(METHOD, alpha=0.0), replace(METHOD, draft_tokens=7, target_tokens=1)]
+         replace(METHOD, alpha=0.0), replace(METHOD, draft_tokens=7, target_tokens=1), replace(METHOD, online=True),
+         replace(METHOD, alpha=0.4, scores=(), online=True, draft_tokens=3),
+         replace(METHOD, draft_tokens=3, scores=(2.0, 5.0, 7.0, 9.0, 10.5, 12.0, 13.0, 14.0, 15.0))]
 SMALL_LAYERS = 4
 
 
@@ -52,7 +55,7 @@ def small(dtype: torch.dtype = torch.float64) -> Any:
 
 def replayed(ids: list[int], method: ATTS, how: Sampling, seq: int, new: int) -> tuple[list[int], list[bool], int]:
     """Tokens, whether the small model wrote each, and judged chunks."""
-    text, owners, judged = list(ids), list[bool](), 0
+    text, owners, judged, pool = list(ids), list[bool](), 0, list(method.scores)
 
     def logits(model: Any) -> torch.Tensor:
         found: torch.Tensor = model(torch.tensor([text]), use_cache=False).logits[0]
@@ -72,8 +75,10 @@ def replayed(ids: list[int], method: ATTS, how: Sampling, seq: int, new: int) ->
         losses = [-float(logits(tiny("llama"))[place - 1].log_softmax(-1)[text[place]])
                   for place in range(begun, len(text))]
         judged += 1
-        as_bad = sum(score >= sum(losses) / len(losses) for score in method.scores)
-        if (1 + as_bad) / (1 + len(method.scores)) <= method.alpha:
+        as_bad = sum(score >= sum(losses) / len(losses) for score in pool)
+        unusual = (1 + as_bad) / (1 + len(pool)) <= method.alpha
+        pool += [sum(losses) / len(losses)] if method.online else []
+        if unusual:
             write(tiny("llama"), method.target_tokens, False)
     return text[len(ids) :], owners, judged
 
@@ -83,7 +88,7 @@ def replayed(ids: list[int], method: ATTS, how: Sampling, seq: int, new: int) ->
 @pytest.mark.parametrize("chunk", [3, 64])
 def test_who_writes_what(method: ATTS, how: Sampling, chunk: int) -> None:
     """For any pieces in which the large model reads a chunk."""
-    policy = ByChunk(method.alpha, method.draft_tokens, method.target_tokens, method.scores)
+    policy = ByChunk(method.alpha, method.draft_tokens, method.target_tokens, method.scores, method.online)
     loop = ChunkJudging(policy, stack_of(small()), DepthPlan.full(SMALL_LAYERS), "small")
     run = decode(None, SHORT, Recipe(DepthPlan.full(6), loop=loop), 30, runner=HF.runner("llama"), sampling=how, seed=4,
                  chunk=chunk)
@@ -237,3 +242,19 @@ def test_the_card_s_scores_are_what_the_model_says_of_the_other_one_s_chunks(tmp
     read = make(str(tmp_path / "card.json"))
     assert isinstance(read, Calibrated) and isinstance(read.inner, ATTS)
     assert read.inner.scores == tuple(round(score, 5) for score in scores) and read.inner.draft == "some/folder"
+
+
+def test_chains_vote_by_their_answers_and_are_those_that_run_alone() -> None:
+    """The earliest answer of the largest group wins; chains without an answer do not vote."""
+    texts = ["a 3", "none", "b 5", "c 5", "d 3", "also none"]
+    assert winner(texts, lambda text: text.split()[-1] if text[-1].isdigit() else None) == (0, {"3": 2, "5": 2})
+    assert winner([*texts, "e 5"], lambda text: text.split()[-1] if text[-1].isdigit() else None)[0] == 2
+    assert winner(["none", "x"], lambda text: None) == (0, {})
+    method = "full"
+    result, votes = voted(engine(), "Hello", 5, lambda text: text[:1], method=method, max_new_tokens=6,
+                          temperature=1.0, seed=3)
+    alone = engine().generate(["Hello"] * 5, method=method, max_new_tokens=6, temperature=1.0, seed=3)
+    assert sum(votes.values()) == 5 and result.text[:1] == max(votes, key=votes.__getitem__)
+    assert result.tokens in {one.tokens for one in alone}
+    with pytest.raises(ValueError, match="chains is 0"):
+        voted(engine(), "Hello", 0, lambda text: text)

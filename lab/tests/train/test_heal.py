@@ -6,6 +6,7 @@ import copy
 import itertools
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,10 +19,11 @@ from shoal.decode.recipe import Recipe
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.errors import Unsupported
 from shoal.methods.d3 import D3
+from shoal.model.config import WIDTHS
 from shoal.types import ModelInfo
 from shoal_lab.train import export
 from shoal_lab.train.corpus import batches
-from shoal_lab.train.heal import HealModule, halve
+from shoal_lab.train.heal import HealModule, halve, ranks_by_width, with_adapters
 from shoal_lab.train.loop import Trainer, Training
 from shoal_lab.train.part import Base, TextBatch
 from text_batch import batch, read_by_the_oracle
@@ -61,6 +63,25 @@ def test_texts_are_read_as_the_plan_writes_them(family: str) -> None:
     for row, length in enumerate(texts.lengths.tolist()):
         expected = read_by_the_oracle(family, texts, row, PLAN.attention)
         assert gap(read[row, :length].double(), expected.double()) < 1e-3
+
+
+def test_layers_that_kept_more_get_larger_ranks() -> None:
+    """In proportion, with the asked mean, and adapters that add as much for the same weights."""
+    model = copy.deepcopy(target("llama").model).float()
+    widths = [8, 16, 24, 16, 8, 24]
+    config = SimpleNamespace(num_hidden_layers=LAYERS, intermediate_size=32, **{WIDTHS: widths})
+    config.get_text_config = lambda: config
+    ranks = ranks_by_width(SimpleNamespace(config=config), 4)
+    assert ranks == [2, 4, 6, 4, 2, 6]
+    adapted = with_adapters(model, 4, 0, ranks)
+    found = {name: module for name, module in adapted.named_modules() if hasattr(module, "lora_A")}
+    assert len(found) == 7 * LAYERS
+    for name, module in found.items():
+        number = int(name.split(".layers.")[1].split(".")[0])
+        assert module.r["default"] == ranks[number] == module.lora_A["default"].weight.shape[0], name
+        assert module.scaling["default"] == 2
+    with pytest.raises(ValueError, match="each layer has 48 neurons"):
+        ranks_by_width(model, 4)
 
 
 def test_the_loss_is_the_cross_entropy_with_the_models_own_law() -> None:

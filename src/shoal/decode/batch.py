@@ -406,6 +406,12 @@ class Batch:
         except BaseException as error:
             seq.error = error
             raise
+        select, now = seq.recipe.select, self.cache.positions[seq.seq_id]
+        if select is not None and select.corrects is not None and seq.finish_reason is None:
+            first = max(seq.prompt_length, seq.again, select.most_read)  # up to so many slots, queries read all
+            if now - first >= select.corrects:
+                seq.again = now
+                self.cache.cut(seq.seq_id, first)
 
     def retire(self) -> None:
         """Free layers that sequences will not run again, keep prefixes for later prompts, remove finished sequences."""
@@ -419,6 +425,8 @@ class Batch:
                 self._prefixes.keep(self.cache, seq.seq_id, seq.tokens, seq.salt)
             if leaves:
                 seq.note_bytes(self.cache.seq_bytes(seq.seq_id))
+                if seq.plan.copies and not self._release:
+                    self.cache.copy_up(seq.seq_id)
                 done.append(seq)
             elif self._release and not seq.drafts:
                 self.cache.release(seq.seq_id, seq.plan.dropped(max(0, fed + 1)))
@@ -531,7 +539,7 @@ def _piece(seq: RunningSequence, first: int, size: int) -> _Share:
     tokens, ends = seq.tokens[first : first + size], first + size == len(seq.tokens)
     tree = TokenTree.chain(tokens[-1:]) if ends else None
     steps = [max(0, place + 1 - seq.prompt_length) for place in range(first, first + size)]
-    wanted = size if seq.emitted else int(ends)
+    wanted = size if seq.emitted and first >= seq.again else int(ends)
     chunk = SequenceChunk(seq.seq_id, tokens, steps, seq.plan, wanted=wanted, mutual=mutual)
     return _Share(seq, chunk, tree, size - 1)
 

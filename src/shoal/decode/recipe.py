@@ -150,6 +150,16 @@ class Recipe:
                               f"beside {type(self.keep).__name__}",
                               "what stays differs from layer to layer, so a slot's number says nothing in the next one",
                               "Leave one of them out")
+        if self.plan.copies and self.alters_kv:
+            raise Unsupported("copies of dropped layers' KV beside a method that alters the KV",
+                              "what is copied is no longer the model's own", 'Use fill="refill", the default')
+        if self.keep is not None and self.keep.turns and self.store is not None:
+            raise Unsupported(f"keys that are turned to other places, {type(self.keep).__name__}, in another form of "
+                              "storage", "each turn would round them once more", "Leave one of them out")
+        others = [one for one in self.components if one not in ("select", "constraint")]
+        if self.select is not None and self.select.corrects is not None and others:
+            raise Unsupported(f"tokens that are read again, {type(self.select).__name__}, beside {others[0]!r}",
+                              "what it has seen or stored of them would no longer hold", "Leave one of them out")
         beside = [component for component in self.components if component in self.excludes]
         if self.loop is not None and not self.settled:
             beside = [BY_PROMPT]

@@ -46,6 +46,7 @@ class SequenceState:
         held: whether a branch stays in the cache after its end.
         allowed: the mask of the recipe's constraint for this sequence, if there is one.
         forced: how many of the last tokens came without a forward, since no other was allowed.
+        again: length up to which tokens of the answer are or were read again, as its `select` asks.
         steps: what was emitted.
         bytes: size of the sequence's KV when it finished.
         error: from rewriting its KV, which is then in an unknown state.
@@ -83,6 +84,7 @@ class SequenceState:
     held: bool = False
     allowed: Allowed | None = None
     forced: int = 0
+    again: int = 0
     placed: list[tuple[int, int, int]] | None = None
     alternatives: tuple[Alternative, ...] = ()
 

@@ -247,6 +247,11 @@ class Keep(Component[Keeper]):
     weighs: ClassVar[bool] = False
 
     @property
+    def turns(self) -> bool:
+        """Whether slots that stay move to the places of those that go, so that a text has no longest length."""
+        return False
+
+    @property
     def dense_prompt(self) -> bool:
         """Whether a prompt is stored as the model does it, up to its last token."""
         return False
@@ -275,6 +280,11 @@ class Select(Component[Worker]):
 
     across_layers: ClassVar[bool] = False
     dense_prompt: ClassVar[bool] = False
+
+    @property
+    def corrects(self) -> int | None:
+        """After how many tokens of an answer these are read again by queries that read all; None for never."""
+        return None
 
     @property
     def most_read(self) -> int:

@@ -178,6 +178,12 @@ def lowest_mean(num_layers: int, horizon: int, start: float | int, core: int, ro
     return mean_depth(PowerLaw(_LOWEST_ALPHA, start, rounding), num_layers, core, horizon)
 
 
+def least_mean(num_layers: int, start: float | int, core: int) -> float:
+    """What `lowest_mean` comes to over ever longer horizons; a smaller mean is out of reach of all of them."""
+    share = start if isinstance(start, float) else 0.0
+    return share * num_layers + (1 - share) * core
+
+
 def mean_depth(budget: PowerLaw, num_layers: int, core: int, horizon: int) -> float:
     """Mean number of layers of tokens 0..horizon-1, token 0 at L."""
     _check(num_layers, core, horizon=horizon)

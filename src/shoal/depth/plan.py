@@ -13,7 +13,7 @@ import math
 import sys
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from shoal.errors import Unsupported
@@ -29,10 +29,12 @@ class DepthPlan:
     Attributes:
         attention: for each layer, the first step index at which its attention no longer runs (`NEVER`: always runs).
         mlp: the same for its MLP; equal to `attention` in plans that drop whole layers.
+        copies: whether what follows in a chat reads copies where a layer was dropped; see `KVCache.copy_up`.
     """
 
     attention: tuple[int, ...]
     mlp: tuple[int, ...]
+    copies: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         if len(self.attention) != len(self.mlp) or not self.attention:

@@ -147,6 +147,7 @@ class Engine:
             scores=self.card.layer_scores, order=self.card.order, bears=self.card.bears, skips=self.card.skips,
             can_split=self.runner.can_split, windows=self.runner.windows, kv_sizes=self.runner.kv_sizes,
             sources=self.runner.sources, by_distance=self.runner.by_distance,
+            turns_keys=self.runner.turns_keys, context=self.runner.max_positions,
             shows_queries=self.runner.shows_queries, keeps_threads=self.runner.keeps_threads, tokenizer=self.tokenizer,
             draft_engine=self._draft_models, tensors=self._tensors, fingerprint=lambda: self.fingerprint,
             memory=self._memory, changes=self.changes, masked=self.masked, free=self.ranks.size == 1,
@@ -368,7 +369,8 @@ class Engine:
         recipe = recipe or self.recipe(request.method, request.max_new_tokens)
         self.ranks.check(recipe)
         seed, adapter = self.ranks.agree(request.seed), self.fitted_adapter(request.adapter)
-        rules = request.rules(self.eos_token_ids, self.runner.max_positions)
+        endless = recipe.keep is not None and recipe.keep.turns
+        rules = request.rules(self.eos_token_ids, None if endless else self.runner.max_positions)
         stops = [StopState(rules, self.tokenizer, tokens) for tokens in ids]
         beside = self.vision is not None or self.hearing is not None
         sources = request.sources(ids, self.encoder is not None, beside)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from typing_extensions import override
 
@@ -31,8 +31,11 @@ class DoubleSparsity(SelectionMethod):
     Attributes:
         channels: per layer and KV head the dimensions of a head, those that matter most first, by a calibration.
         k: slots that a query reads; None for all.
-        width: dimensions by which slots are scored; None for a quarter of a head's.
+        width: dimensions by which slots are scored; None for a quarter of a head's. The paper takes a sixteenth, of
+            heads of 128.
         first: layers below this one read all slots; the number of layers changes nothing.
+        bits: of a label's numbers, 16 for those of the keys. With 4, as in the paper, a label has 16 steps between its
+            least and its largest number. The kernels have no such labels: the choice is the paper's, and takes longer.
     """
 
     name: ClassVar[str] = "double_sparsity"
@@ -44,6 +47,7 @@ class DoubleSparsity(SelectionMethod):
     k: Positions | None = 512
     width: Annotated[int, Most(4096)] | None = None
     first: Layers = DENSE_LAYERS
+    bits: Literal[4, 16] = 16
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -65,8 +69,8 @@ class DoubleSparsity(SelectionMethod):
     def labels(self) -> Labels:
         from shoal.model.kv.choice import Labels
 
-        some = next(layer for layer in self.channels if layer)  # for layers without keys, which read nothing
-        return Labels([[sorted(head[: self.label_width]) for head in layer or some] for layer in self.channels])
+        wide, some = self.label_width, next(filter(None, self.channels))  # for layers without keys
+        return Labels([[sorted(head[:wide]) for head in layer or some] for layer in self.channels], self.bits == 4)
 
     @property
     @override

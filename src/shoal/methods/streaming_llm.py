@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from typing_extensions import override
 
 from shoal.methods.common.eviction import EvictionMethod
 from shoal.methods.common.limits import Positions
@@ -19,14 +21,17 @@ class StreamingLLM(EvictionMethod):
     """Attention sinks and a window: the KV of the first tokens and of the last ones stays, the rest is given up.
 
     So memory and time per token do not grow with the text, and what stood between is lost. The paper counts positions
-    within the KV that is left (section 3.2), to go on beyond the model's context. Here tokens keep the positions that
-    they have in the text, and the text ends at the model's context. Slots go every so many tokens at once, since all
-    that stay are moved each time. Layers with a sliding window keep their window.
+    within the KV that is left (section 3.2), as `positions="slots"` does: keys that stay are turned back to the places
+    of those that go, and an answer may go on beyond the context that the model was trained on; a prompt must fit it. By
+    default tokens keep the positions that they have in the text, and the text ends at the model's context. Slots go
+    every so many tokens at once, since all that stay are moved each time; with `every=1` the places are the paper's at
+    each token. Layers with a sliding window keep their window.
 
     Attributes:
         window: positions at the end of the text that stay, at least; None for all.
         sinks: positions at its beginning that stay.
         every: the rest is given up whenever the text has grown by so many tokens, so up to that many more stay.
+        positions: "text", or "slots", which answers longer than the context need.
     """
 
     name: ClassVar[str] = "streaming_llm"
@@ -36,6 +41,7 @@ class StreamingLLM(EvictionMethod):
     window: Positions | None = 1024
     sinks: Positions = 4
     every: Positions = 64
+    positions: Literal["text", "slots"] = "text"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -54,3 +60,8 @@ class StreamingLLM(EvictionMethod):
     def score(self, slots: StoredSlots) -> Tensor:
         """Nothing between the ends stays, so scores do not matter."""
         return slots.places
+
+    @property
+    @override
+    def turns(self) -> bool:
+        return self.positions == "slots" and not self.neutral

@@ -21,6 +21,9 @@ class Tidal(SelectionMethod):
     keeps the slots with the largest ones. The layers after it read those alone, until a later layer selects anew. The
     next token begins again. Prompts are read in full, and a token always reads its own slot.
 
+    What such tokens store differs from what they would store if they had read all. The paper's cache correction
+    reads them again, all at once and in full, every so many tokens: `correct=128` in the authors' code.
+
     The paper selects for each query head, as `share="query_head"` does. By default the queries that share a KV head
     share its slots: a slot counts by the query to which it is likeliest, and is read once for all of them. A depth
     plan may drop a selecting layer. Then the earlier selection goes on being read; where there is none, the next layer
@@ -33,6 +36,7 @@ class Tidal(SelectionMethod):
             sliding window at two fifths of the depth, as in the paper, or behind. What is lost depends on it more than
             on `k`, and which one is best on the model: see lab/reports/long.
         share: who shares a set of slots, those query heads that share a `kv_head` or each `query_head` with itself.
+        correct: after how many tokens of an answer these are read again; None for never.
     """
 
     name: ClassVar[str] = "tidal"
@@ -44,6 +48,7 @@ class Tidal(SelectionMethod):
     select: Layers | None = None
     reselect: Layers | None = None
     share: Literal["kv_head", "query_head"] = "kv_head"
+    correct: Positions | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -276,6 +276,7 @@ class ModelRunner(Protocol):
             keeping something itself, or None; empty if no layer does.
         adds_masks: whether attention adds its mask to the scores, instead of taking bools.
         shows_queries: whether chunks may have a `query_hook`.
+        turns_keys: whether stored keys can be turned to other places.
         by_distance: whether scores depend on how far apart slots are, so that none may be left out between others.
         score_scale: factor of the products of queries and keys before softmax.
         score_cap: c of the soft cap c * tanh(x / c) that follows, or None.
@@ -301,6 +302,7 @@ class ModelRunner(Protocol):
     adds_masks: bool
     shows_queries: bool
     by_distance: bool = False
+    turns_keys: bool = False
     score_scale: float
     score_cap: float | None
     routes: bool = False
@@ -313,6 +315,10 @@ class ModelRunner(Protocol):
             ValueError: it is for another model.
             Unsupported: it changes what this runner adds nothing to.
         """
+
+    def turned_back(self, layer: int, keys: Tensor, by: int) -> Tensor:
+        """A layer's stored keys [heads, n, head_dim] as they would be `by` places earlier; only if it `turns_keys`."""
+        raise Unsupported("keys turned to other places", "this model's cannot be", 'Use positions="text"')
 
     def new_cache(self, seqs: int, reserve: Sequence[int] | None = None) -> KVCache:
         """An empty cache for `seqs` sequences; `reserve` as for `KVCache`."""
@@ -530,8 +536,12 @@ def ids_of(chunk: SequenceChunk, cache: KVCache) -> Sequence[int]:
 
 
 def turns_of(chunk: SequenceChunk, cache: KVCache) -> list[int]:
-    """By which place each token of a chunk of text is turned: its position, but for what pictures before it take up."""
-    places, source = chunk.positions(cache.positions[chunk.seq]), cache.encoded[chunk.seq]
+    """By which place each token of a chunk of text is turned: its position, but for what pictures before it take up.
+
+    Where slots have been turned back, it is less by as much.
+    """
+    first, source = cache.positions[chunk.seq] - cache.shifts[chunk.seq], cache.encoded[chunk.seq]
+    places = chunk.positions(first)
     return [*map(source.turned, places)] if isinstance(source, Pictures) else places
 
 

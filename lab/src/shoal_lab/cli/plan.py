@@ -1,5 +1,9 @@
 """Draw which layers every token runs, as text or as a picture; with --memory, show the memory that a request takes.
 
+With --runtime, show its idealised runtime (arXiv 2305.02440): the time of a prompt and of an answer's tokens on this
+machine without waiting or other work, F(p) + the sum of steps, by a cost card that is measured now. Money and energy
+follow by your prices. Guesses and altered KV are not in that model; a plan of layers is.
+
 With --layers no model is needed.
 
 A column is a layer, 0 on the left: \u2588 runs, \u2591 does not, \u2580 only its attention does, \u2584 only its MLP.
@@ -8,6 +12,7 @@ A column is a layer, 0 on the left: \u2588 runs, \u2591 does not, \u2580 only it
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,17 +21,19 @@ from typing import TYPE_CHECKING, Any
 from shoal.cli.options import common
 from shoal.cli.options.parser import Parser
 from shoal.depth.budget import ideal_speedup
-from shoal.errors import needs
+from shoal.errors import Unsupported, needs
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
     from shoal.decode.recipe import Recipe
     from shoal.depth.plan import DepthPlan
+    from shoal_lab.components.cost import CostCard
 
 EXAMPLES = """examples:
   shoal plan --layers 32 --alpha 0.99
   shoal plan --layers 32 --method early_exit --exit-layer 24
   shoal plan --model path/to/model --max-new-tokens 512 --plot plan.png
+  shoal plan --runtime --method full --prompt-tokens 512 --max-new-tokens 128 --price-per-hour 0.4 --watts 65
   shoal plan --memory 2GiB --method prompt_lookup --prompt-tokens 4000 --rows 8
 """
 _BLOCKS = {(True, True): "\u2588", (True, False): "\u2580", (False, True): "\u2584", (False, False): "\u2591"}
@@ -51,17 +58,25 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--plot", metavar="F.png", type=Path, help="write a picture (needs matplotlib)")
     common.add_model(parser)
     common.add_memory(parser)
-    parser.add_argument("--prompt-tokens", metavar="N", type=int, default=1024, help="with --memory: of a prompt")
+    parser.add_argument("--prompt-tokens", metavar="N", type=int, default=1024, help="with --memory or --runtime: of a "
+                        "prompt")
+    parser.add_argument("--runtime", action="store_true", help="measure this machine and show a request's time")
+    parser.add_argument("--price-per-hour", metavar="P", type=float, default=0.0, help="with --runtime: of the machine")
+    parser.add_argument("--watts", metavar="W", type=float, default=0.0, help="with --runtime: what the machine draws")
+    parser.add_argument("--price-per-kwh", metavar="P", type=float, default=0.0, help="with --runtime: of energy")
+    parser.add_argument("--seconds", metavar="S", type=float, default=1.0, help="with --runtime: to measure each case")
     parser.add_argument("--rows", metavar="N", type=int, default=1, help="with --memory: prompts at once")
     common.add_json(parser)
-    parser.show_usual("--model", "--layers", "--method", "--max-new-tokens", "--memory", "--prompt-tokens", "--plot",
-                      "--json")
+    parser.show_usual("--model", "--layers", "--method", "--max-new-tokens", "--memory", "--runtime",
+                      "--prompt-tokens", "--plot", "--json")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan."""
     if args.memory is not None:
         return _memory(args)
+    if args.runtime:
+        return _runtime(args)
     info = _info(args)
     recipe = args.method.recipe(info)
     if args.plot is not None:
@@ -102,6 +117,42 @@ def _memory(args: argparse.Namespace) -> int:
     lines += [f"given up: {plan.changed}"] if plan.changed else []
     return common.show(args, {**plan.method.to_dict(), "memory": engine.limit.memory, "rows": plan.seqs,
                               "changed": plan.changed, "bytes": parts}, "\n".join(lines))
+
+
+def _runtime(args: argparse.Namespace) -> int:
+    """Print the idealised runtime of a request, and what it costs."""
+    if args.layers is not None or args.plot is not None:
+        raise ValueError("--runtime needs a model and draws no picture; leave --layers and --plot out")
+    for option in ("price_per_hour", "watts", "price_per_kwh"):
+        if not 0 <= getattr(args, option) < math.inf:
+            raise ValueError(f"--{option.replace('_', '-')} is {getattr(args, option)}; it must be >= 0")
+    if args.prompt_tokens < 1 or args.max_new_tokens < 1:
+        raise ValueError(f"--prompt-tokens is {args.prompt_tokens} and --max-new-tokens {args.max_new_tokens}; each "
+                         "must be >= 1")
+    from shoal_lab.calibrate import cost
+
+    engine = common.load_engine(args)
+    recipe = engine.recipe(args.method, args.max_new_tokens)
+    if recipe.beside_plan:
+        raise Unsupported(f"the idealised runtime of {args.method.name}", f"it has the part {recipe.beside_plan[0]!r}, "
+                          "whose time depends on the text", "Measure it with `shoal bench`")
+    card = cost.measure(engine, contexts=(min(cost.CONTEXTS[0], args.prompt_tokens), args.prompt_tokens),
+                        seconds=args.seconds)
+    found = priced(card, recipe.plan, args)
+    lines = [f"{args.method.name}: {found['seconds']:.3f} s for {args.prompt_tokens} and {args.max_new_tokens} tokens",
+             f"  prompt  {found['prefill_seconds']:>10.4f} s", f"  a token {found['seconds_per_token']:>10.5f} s",
+             f"  energy  {found['watt_hours']:>10.5f} Wh", f"  price   {found['price']:>10.7f}"]
+    return common.show(args, {**args.method.to_dict(), **found, "cost": card.to_dict()}, "\n".join(lines))
+
+
+def priced(card: CostCard, plan: DepthPlan, args: argparse.Namespace) -> dict[str, float]:
+    """Seconds of a request by a cost card, watt-hours, and what both cost."""
+    prompt, new = args.prompt_tokens, args.max_new_tokens
+    first, whole = card.prefill_seconds(prompt), card.predict(plan, prompt, new)
+    energy = whole / 3600 * args.watts
+    return {"prompt_tokens": prompt, "max_new_tokens": new, "seconds": whole, "prefill_seconds": first,
+            "seconds_per_token": (whole - first) / max(1, new - 1), "watt_hours": energy,
+            "price": whole / 3600 * args.price_per_hour + energy / 1000 * args.price_per_kwh}
 
 
 def bands(plan: DepthPlan, num_tokens: int) -> list[Band]:

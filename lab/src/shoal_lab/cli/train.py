@@ -74,7 +74,7 @@ _ONLY = {**dict.fromkeys(("steps", "causal"), (SCRATCH,)), "depths": (*KINDS, PR
          **dict.fromkeys(("groups", "shared", "experts"), (EXPERTS,)),
          **dict.fromkeys(("layers", "block", "mask_token"), (DRAFTER, BLOCKS)), "window": (DRAFTER,),
          "keep": (CONTEXT, ROUTERS), "gate_layer": (CONTEXT,), "under": (HEAL, ROUTERS),
-         **dict.fromkeys(("student", "rank", "recompute"), (HEAL,)),
+         **dict.fromkeys(("student", "rank", "ranks", "recompute"), (HEAL,)),
          **dict.fromkeys(("speech", "windows", "language"), (HEAL, EAGLE)),
          "taps": (EAGLE, BLOCKS), "start": (EAGLE, HYBRID),
          **dict.fromkeys(("text", "length", "layer_epochs", "export"), (HYBRID,))}
@@ -154,6 +154,9 @@ def add_arguments(parser: Parser) -> None:
     what.add_argument("--student", metavar="DIR", help="heal: a smaller model that was cut out of --model, instead of "
                       "--model itself")
     what.add_argument("--rank", metavar="R", type=int, default=16, help="heal: of the adapters")
+    what.add_argument("--ranks", choices=("equal", "by-width"), default="equal", help="heal: whether all layers have "
+                      "that rank, or each in proportion to the neurons that `shoal prune` left it, as CFSP's recovery "
+                      "trains most where its coarse scores are high")
     what.add_argument("--recompute", action="store_true", help="heal: run each layer again for its gradient instead of "
                       "keeping what it held: less memory, more time")
     what.add_argument("--text", metavar="FILE,...", help="hybrid: plain texts that it also learns from")
@@ -480,7 +483,8 @@ def _module(
         half = engine.runner.dtype == torch.bfloat16
         model = (_plain(args, args.student, "bfloat16" if half else "float32") if engine.encoder is None
                  else plain(engine, engine.runner.dtype))
-        return HealModule(Base(engine.runner), model, plans, args.rank, args.seed, args.recompute, half)
+        return HealModule(Base(engine.runner), model, plans, args.rank, args.seed, args.recompute, half,
+                          args.ranks == "by-width")
     if args.part == PROMPTS:
         return PromptModule(Base(engine.runner), _plain(args), args.depths or 3, args.seed, args.copies)
     if args.part == EXPERTS:

@@ -25,10 +25,12 @@ class JudgedTurns(Turns, Protocol):
     Attributes:
         since: place in the sequence's text at which the chunk to judge begins; None if there is none.
         losses: losses of its tokens by place, as far as the large model has read them.
+        following: the place behind what the large model has read last, and its logits [V] of the token there.
     """
 
     since: int | None
     losses: dict[int, float]
+    following: tuple[int, Tensor] | None
 
 
 class JudgingBatch(SwitchingBatch):
@@ -42,6 +44,8 @@ class JudgingBatch(SwitchingBatch):
         read: list[Read] = []
         for (seq, chunk), values in zip(fed, logits, strict=True):
             self._score(seq, chunk, values)
+            if chunk.wanted:
+                self._chunk(seq).following = self.cache.positions[seq.seq_id] + len(chunk.tokens), values[-1]
             read.append((seq, chunk, values[-1] if chunk.wanted else None))
         return read
 
@@ -55,10 +59,14 @@ class JudgingBatch(SwitchingBatch):
 
     def _score(self, seq: RunningSequence, chunk: SequenceChunk, logits: Tensor) -> None:
         """Record the losses of the tokens that follow those of logits [wanted, V]."""
-        if self._chunk(seq).since is None:
+        turns = self._chunk(seq)
+        if turns.since is None:
             return
+        if turns.following is not None and turns.following[0] == turns.since:  # read before the chunk was begun
+            token = torch.tensor(seq.tokens[turns.since : turns.since + 1], device=logits.device)
+            turns.losses[turns.since] = -log_likelihood(turns.following[1][None], token).item()
         first = self.cache.positions[seq.seq_id] + len(chunk.tokens) - len(logits) + 1
         tokens = seq.tokens[first : first + len(logits)]
         if tokens:
             losses = -log_likelihood(logits[: len(tokens)], torch.tensor(tokens, device=logits.device))
-            self._chunk(seq).losses.update(enumerate(losses.tolist(), start=first))
+            turns.losses.update(enumerate(losses.tolist(), start=first))

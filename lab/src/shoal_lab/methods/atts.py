@@ -30,9 +30,9 @@ class ATTS(SwitchingMethod):
     frequency with which a chunk of the smaller model is at least as bad: if it is at most alpha, the own model
     continues the chunk, which stands in any case, by `target_tokens`; otherwise the smaller one writes on. So the own
     model takes over in at most a share alpha of the turns, as far as these are like those of the scores. Sequences are
-    independent: none waits for a ranking. The paper's code cuts at 0.6 of the scores (alpha 0.4), has chunks of 500
-    tokens, and ends after 15 turns, instead of max_new_tokens. An answer that ends within a chunk is not judged any
-    more.
+    independent: none waits for a ranking. The paper's many chains with a vote are `shoal_lab.components.vote.voted`.
+    The paper's code cuts at 0.6 of the scores (alpha 0.4), has chunks of 500 tokens, and ends after 15 turns, instead
+    of max_new_tokens. An answer that ends within a chunk is not judged any more.
 
     Attributes:
         alpha: largest p-value at which the engine's own model takes over; with 0 the smaller model writes all, with 1
@@ -40,7 +40,10 @@ class ATTS(SwitchingMethod):
         draft_tokens: tokens of a chunk; with 0 the engine's own model writes all.
         target_tokens: tokens that the engine's own model writes when it takes over, at least 1.
         scores: mean losses (nats per token) of chunks of the smaller model under the engine's own, from `shoal
-            calibrate --for atts`; needed for an alpha between 0 and 1.
+            calibrate --for atts`; needed for an alpha between 0 and 1, unless `online`.
+        online: join to the scores those of the answer's own earlier chunks, so that it needs no calibration, and what
+            counts as unusual is what is so in this answer. An answer's first chunks are then never taken over: p is at
+            least 1 / (1 + the number of scores).
     """
 
     name: ClassVar[str] = "atts"
@@ -50,6 +53,7 @@ class ATTS(SwitchingMethod):
     draft_tokens: Positions = 64
     target_tokens: Positions = 64
     scores: Annotated[tuple[float, ...], Most(1)] = ()
+    online: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -69,10 +73,11 @@ class ATTS(SwitchingMethod):
         """
         if self.draft_tokens == 0:
             return self.own(info)
-        if 0 < self.alpha < 1 and not self.scores and info.draft_engine is not None:
+        if 0 < self.alpha < 1 and not (self.scores or self.online) and info.draft_engine is not None:
             raise ValueError(f"atts with alpha {self.alpha} has no scores to compare with; let shoal calibrate "
-                             "--for atts make them, or take alpha 0 or 1")
-        policy = ByChunk(float(self.alpha), self.draft_tokens, self.target_tokens, tuple(sorted(self.scores)))
+                             "--for atts make them, set online, or take alpha 0 or 1")
+        policy = ByChunk(float(self.alpha), self.draft_tokens, self.target_tokens, tuple(sorted(self.scores)),
+                         self.online)
         recipe = self.switched(info, policy)
         parts = {one.name: getattr(recipe.loop, one.name) for one in fields(Switching)}
         return replace(recipe, loop=ChunkJudging(**parts))
@@ -97,20 +102,22 @@ class ByChunk:
         alpha: largest p-value at which the large model continues.
         small, large: tokens that each model writes in its turn.
         scores: ascending scores.
+        online: whether those of a sequence's own chunks join them.
     """
 
     alpha: float
     small: int
     large: int
     scores: tuple[float, ...]
+    online: bool = False
 
     def begin(self, seq: SequenceState) -> ChunkTurns:
         """Start with the small model's first chunk."""
         return ChunkTurns(self)
 
-    def takes_over(self, score: float) -> bool:
-        """Whether the large model continues a chunk of that mean loss."""
-        return p_value(self.scores, score) <= self.alpha
+    def takes_over(self, score: float, own: Sequence[float] = ()) -> bool:
+        """Whether the large model continues a chunk of that mean loss, after chunks of a sequence with `own` ones."""
+        return p_value(sorted([*self.scores, *own]) if self.online else self.scores, score) <= self.alpha
 
 
 class ChunkTurns:
@@ -121,13 +128,16 @@ class ChunkTurns:
         self.large = False
         self.since: int | None = None
         self.losses = dict[int, float]()
+        self.following: tuple[int, Tensor] | None = None
+        self._own: list[float] = []
 
     def look(self, logits: Tensor) -> bool:
         """Whether the large model, which has read the chunk, continues it."""
         if self.since is None:
             return False
         self.since, score = None, math.fsum(self.losses.values()) / len(self.losses)
-        self.large = self._policy.takes_over(score)
+        self.large = self._policy.takes_over(score, self._own)
+        self._own.append(score)
         return not self.large
 
     def wrote(self, seq: SequenceState, tokens: Sequence[int]) -> None:

@@ -9,6 +9,7 @@ is a checkpoint of the same shape.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -19,6 +20,7 @@ from typing_extensions import override
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.errors import Unsupported, needs
 from shoal.heap import give_back
+from shoal.model.config import widths_of
 from shoal_lab.train.divergence import AnswerDivergence
 from shoal_lab.train.layer_reading import LayerReading, Share
 from shoal_lab.train.part import Base, CutHead, Guessed, TextBatch, TrainedModule
@@ -32,9 +34,11 @@ class HealModule(TrainedModule):
         model: the model to heal, of transformers: that model, or a smaller one with the same LM head. Adapters are
             added to it; its weights stay.
         plans: depth plans by name; a full plan if only the weights are fewer.
-        rank: rank of the adapters.
+        rank: rank of the adapters; with `by_width` their mean over the layers.
         seed: of their first weights, and of the plan of each step.
         recompute: as for `LayerReading`.
+        by_width: give layers ranks in proportion to the MLP neurons that they kept. CFSP (arXiv 2409.13199) prunes by
+            coarse scores and trains most where these say that a layer matters; the neurons that it left say the same.
         half: keep matrices in bfloat16, and compute their products in it; adapters and everything else are float32.
 
     Raises:
@@ -48,7 +52,7 @@ class HealModule(TrainedModule):
 
     def __init__(
         self, base: Base, model: Any, plans: Mapping[str, DepthPlan], rank: int = 16, seed: int = 0,
-        recompute: bool = False, half: bool = False,
+        recompute: bool = False, half: bool = False, by_width: bool = False,
     ) -> None:
         super().__init__()
         config = model.config.get_text_config()
@@ -60,7 +64,9 @@ class HealModule(TrainedModule):
         self._plans, self._rank, self._seed, self._half = dict(plans), rank, seed, half
         if half:
             halve(model)
-        self._model = (with_adapters(model, rank, seed),)  # in a tuple: its trained parameters are listed below
+        self._ranks = ranks_by_width(model, rank) if by_width else None
+        adapted = with_adapters(model, rank, seed, self._ranks)
+        self._model = (adapted,)  # in a tuple: its trained parameters are listed below
         self._reading = LayerReading(body(self._model[0].get_base_model()), recompute)
         trained = [one for one in self._model[0].parameters() if one.requires_grad]
         self.adapters = nn.ParameterList(trained)
@@ -118,7 +124,8 @@ class HealModule(TrainedModule):
     @override
     def shape(self) -> dict[str, int]:
         plans = repr([plan.attention for plan in self._plans.values()])
-        return {"rank": self._rank, "parameters": sum(one.numel() for one in self.adapters),
+        apart = {} if self._ranks is None else {"least_rank": min(self._ranks), "largest_rank": max(self._ranks)}
+        return {"rank": self._rank, **apart, "parameters": sum(one.numel() for one in self.adapters),
                 "plans": int(hashlib.sha256(plans.encode()).hexdigest()[:8], 16)}
 
     def checkpoint(self, dtype: torch.dtype = torch.bfloat16) -> Any:
@@ -162,8 +169,24 @@ def halve(model: Any) -> None:
     give_back()
 
 
-def with_adapters(model: Any, rank: int, seed: int) -> Any:
+def ranks_by_width(model: Any, rank: int) -> list[int]:
+    """A rank for each layer, in proportion to the neurons of its MLP, with a mean of about `rank`.
+
+    Raises:
+        ValueError: all layers have equally many.
+    """
+    widths = widths_of(model.config)
+    if len({*widths}) == 1:
+        raise ValueError(f"--ranks by-width where each layer has {widths[0]} neurons; give --student a model that "
+                         "`shoal prune` cut by CFSP's coarse scores, or --ranks equal")
+    return [max(1, round(rank * width * len(widths) / sum(widths))) for width in widths]
+
+
+def with_adapters(model: Any, rank: int, seed: int, ranks: Sequence[int] | None = None) -> Any:
     """A peft model: the model, with an adapter that does nothing yet on each matrix of its layers.
+
+    Args:
+        ranks: of each layer, in place of `rank`; what an adapter adds is scaled alike whatever its rank.
 
     Raises:
         ValueError: the rank is below 1.
@@ -172,11 +195,14 @@ def with_adapters(model: Any, rank: int, seed: int) -> Any:
     if rank < 1:
         raise ValueError(f"--rank is {rank}; it must be at least 1")
     peft = require_peft()
-    layers = {id(module) for module in body(model).layers.modules()}
-    names = [name for name, module in model.named_modules() if id(module) in layers and isinstance(module, nn.Linear)]
+    numbers = {id(module): number for number, layer in enumerate(body(model).layers) for module in layer.modules()}
+    found = {name: numbers[id(module)] for name, module in model.named_modules()
+             if id(module) in numbers and isinstance(module, nn.Linear)}
+    own = {} if ranks is None else {re.escape(name): ranks[number] for name, number in found.items()}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        wish = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names, task_type="CAUSAL_LM")
+        wish = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=[*found], task_type="CAUSAL_LM",
+                               rank_pattern=own, alpha_pattern={name: 2 * each for name, each in own.items()})
         return peft.get_peft_model(model.requires_grad_(False), wish).train(False)
 
 

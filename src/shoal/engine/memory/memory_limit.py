@@ -76,6 +76,8 @@ class MemoryLimit:
         engine.recipe(request.method, request.max_new_tokens)  # what it loads beside the model is then in the process
         process = standing()
         for method, seqs, changed in self._ways(make(request.method), len(ids)):
+            if changed and not _takes(engine, method, request.max_new_tokens):
+                continue
             sizes = self._largest(engine, ids, replace(request, method=method), seqs, process)
             if sizes.total <= self.usable:
                 return MemoryPlan(method, seqs, sizes, changed)
@@ -128,7 +130,8 @@ class MemoryLimit:
             asked = replace(request, method=method, max_new_tokens=tokens)
             return self._largest(engine, longest, asked, 1, process).total
 
-        ways = {method for method, _, _ in self._ways(make(request.method), 1)}
+        ways = {method for method, _, changed in self._ways(make(request.method), 1)
+                if not changed or _takes(engine, method, most)}
         smallest = min(ways, key=lambda method: total(method, most))
         short = bisect_left(range(1, most + 1), True, key=lambda tokens: total(smallest, tokens) > self.usable)
         first = f"Use max_new_tokens of {short} or less" if short else "Use a shorter prompt"
@@ -156,6 +159,15 @@ class MemoryLimit:
                 f"Use quant='int4' or 'int8', a smaller model, or memory of {shown((used + size) / (1 - SPARE))} "
                 "at least",
             )
+
+
+def _takes(engine: LoadedModel, method: Method, tokens: int) -> bool:
+    """Whether a method decodes on the model with these options, some of which may be made smaller."""
+    try:
+        engine.recipe(method, tokens)
+    except ValueError:
+        return False
+    return True
 
 
 def extra_kv(engine: LoadedModel, seq: RunningSequence, method: Method) -> int:

@@ -65,11 +65,10 @@ def _less(one: Any) -> Any:
         return replace(one, branching=branching[:-1]) if len(branching) > 1 else None
     for options in (("nodes",), ("nodes", "length"), ("length",)):
         values = [one.option(option) for option in options]
-        halves = {option: value // 2 for option, value in zip(options, values, strict=True)
-                  if isinstance(value, int) and value > 1}
-        if len(halves) == len(options):
+        while all(isinstance(value, int) and value > 1 for value in values):
+            values = [value // 2 for value in values]
             with suppress(ValueError):  # some methods take no tree that is smaller than its longest path
-                return replace(one, **halves)
+                return replace(one, **dict(zip(options, values, strict=True)))
     return None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import override
@@ -12,6 +13,7 @@ from typing_extensions import override
 from shoal.decode.recipe import Recipe
 from shoal.decode.worker import Keep, Keeper
 from shoal.depth.plan import NEVER, DepthPlan
+from shoal.errors import Unsupported
 from shoal.methods.base import Method, whole_layers
 from shoal.speculative.per_sequence import PerSequence
 from shoal.types import ModelInfo
@@ -84,7 +86,29 @@ class EvictionMethod(Method, Keep):
         """Every layer, and a part of the KV; Unsupported where `queries` are asked for and cannot be had."""
         if self.queries and not self.neutral:
             whole_layers(self.name, info)
+        if self.turns:
+            self._check_turning(info)
         return Recipe(DepthPlan.full(info.num_layers), keep=None if self.neutral else self)
+
+    def _check_turning(self, info: ModelInfo) -> None:
+        """Refuse to turn keys that cannot be turned, or to more places than the model knows."""
+        if any(info.windows):
+            raise Unsupported('positions="slots" on this model', "some of its layers have sliding windows, which go by "
+                              "the positions in the text", 'Use positions="text"')
+        if not info.turns_keys:
+            raise Unsupported('positions="slots" on this model', "its keys cannot be turned once they are stored: it "
+                              "is run by transformers' modules, or has no rotary embedding of the usual kind",
+                              'Use positions="text", or backend="packed"')
+        most = (self.budget or 0) + (self.every or 0)
+        if info.context is not None and most > info.context:
+            raise ValueError(f"sinks, window and every are {self.sinks}, {self.window} and {self.every}, {most} "
+                             f"positions in all; they must fit the model's context of {info.context}")
+
+    @override
+    def check(self, seq: SequenceState) -> None:
+        if self.turns and seq.source is not None:
+            raise Unsupported('positions="slots" beside pictures or another source', "their places are not those of a "
+                              "text", 'Use positions="text"')
 
     @property
     @override
@@ -106,7 +130,7 @@ class EvictionMethod(Method, Keep):
 
     @override
     def begin(self, runner: Any, cache: Any) -> ScoreKeeper:
-        return ScoreKeeper(self, runner, cache)
+        return (TurningKeeper if self.turns else ScoreKeeper)(self, runner, cache)
 
 
 class ScoreKeeper(Keeper):
@@ -158,3 +182,18 @@ class ScoreKeeper(Keeper):
                 layer.keep_slots(seq.seq_id, best_slots(method.score(slots), *sizes))
         if seq.root is None:  # branches of a search read the prompt's last token each for itself
             self._queries.forget(seq)
+
+
+class TurningKeeper(ScoreKeeper):
+    """Moves what stays behind a gap to where the gap begins: its keys, and the place of the next token."""
+
+    @override
+    def rewrite(self, seq: SequenceState, layers: Sequence[tuple[int, KVLayer]]) -> None:
+        number, before = seq.seq_id, max((layer.stored(seq.seq_id) for _, layer in layers), default=0)
+        super().rewrite(seq, layers)
+        gone = before - max((layer.stored(number) for _, layer in layers), default=0)
+        if not gone:
+            return
+        for layer, store in layers:
+            store.turn_keys(number, self._method.sinks, partial(self._runner.turned_back, layer, by=gone))
+        self._cache.shifts[number] += gone

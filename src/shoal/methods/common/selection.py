@@ -44,6 +44,8 @@ class SelectionMethod(Method, Select):
         super().__post_init__()
         if self.k is not None and self.k < 1:
             raise ValueError(f"k is {self.k}; it must be at least 1 slot, or None for all")
+        if (correct := self.corrects) is not None and correct < 1:
+            raise ValueError(f"correct is {correct}; it must be at least 1 token, or None for never")
         if self.first < 0:
             raise ValueError(f"first is {self.first}; it must be at least 0")
 
@@ -66,6 +68,9 @@ class SelectionMethod(Method, Select):
         """
         # The default stands for all layers where there are as few.
         check_layer("first", None if self.first == DENSE_LAYERS else self.first, info, "changes nothing")
+        if self.corrects is not None and (any(info.windows) or info.sources or not all(info.attends)):
+            raise Unsupported(f"correct of {self.name} on this model", "some of its layers have windows or states, or "
+                              "read others, and do not store what going back takes", "Leave correct out")
         if self.k is None:
             return False
         if (roles := self.roles(info)) is not None:
@@ -106,13 +111,19 @@ class SelectionMethod(Method, Select):
 
     @property
     @override
+    def corrects(self) -> int | None:
+        found: int | None = self.option("correct")
+        return found
+
+    @property
+    @override
     def by_query_head(self) -> bool:
         return bool(self.option("share") == "query_head")
 
     @override
     def label_bytes(self, runner: ModelRunner, slots: int) -> int | None:
         roles = self.roles(layers_of(runner))
-        if roles is None:
+        if roles is None or self.option("bits") == 4:
             return None
         heads = sum(sizes[0] for sizes, role in zip(runner.kv_sizes, roles, strict=True) if role == LABELED)
         return heads * self.label_width * (slots + 16) * runner.dtype.itemsize
@@ -138,8 +149,9 @@ class ScoreSelector(Worker):
         self._labels = PerSequence(lambda _: method.labels())
 
     def query_hooks(self, seqs: Sequence[SequenceState], chunks: Sequence[SequenceChunk]) -> Sequence[QueryHook | None]:
-        """A hook for each decoding sequence."""
-        return [self._hook(seq) if seq.emitted else None for seq in seqs]
+        """A hook for each decoding sequence; none where tokens are read again."""
+        at = self._cache.positions
+        return [self._hook(seq) if seq.emitted and at[seq.seq_id] >= seq.again else None for seq in seqs]
 
     def _hook(self, seq: SequenceState) -> QueryHook:
         from shoal.model.kv.choice import TopSlots

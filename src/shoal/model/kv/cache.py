@@ -52,6 +52,8 @@ class KVCache:
         positions: committed positions of each sequence, whichever layers ran them.
         most_seqs: most sequences to make room for ahead; if free places take no memory, all are allocated at once.
         lends: whether the executor reads slots where they are kept for several sequences, see `LentSlots`.
+        shifts: of each sequence, by how much its next token is turned less than its position says, since what it stores
+            was turned back by that.
         adapters: of each sequence, what runs beside the model on all of its tokens, or None.
         encoded: of each sequence, what an encoder made of its source, or None.
         adapted: whether some sequence has one.
@@ -75,6 +77,7 @@ class KVCache:
         self.positions = [0] * seqs
         self.most_seqs, self.lends = ENDLESS, False
         self._marks: list[int | None] = [None] * seqs
+        self.shifts = [0] * seqs
         self.adapters: list[FittedAdapter | None] = [None] * seqs
         self.encoded: list[Encoded | Pictures | None] = [None] * seqs
         self.adapted = False
@@ -181,7 +184,28 @@ class KVCache:
         for layer in self.layers:
             layer.truncate(seq, keep)
         self.positions[seq], self._marks[seq] = keep, None
+        self.shifts[seq] = self.shifts[seq] if keep else 0
         return keep
+
+    def cut(self, seq: int, length: int) -> None:
+        """Forget the positions from `length` on, which are to be run again; every layer must have stored all others."""
+        for layer in self.layers:
+            layer.truncate(seq, length)
+        self.positions[seq] = length
+        self._forget_marks(seq)
+
+    def copy_up(self, seq: int) -> None:
+        """Copy to each layer what it lacks of a sequence from the layer below, as if it had run all positions.
+
+        So a position's copy is of the nearest layer below that ran it. Layer 0 must have run all of them.
+        """
+        for below, layer in zip(self.layers, self.layers[1:], strict=False):
+            missing = self.positions[seq] - layer.lengths[seq]
+            if missing > 0 and below.keys is not None:
+                keys, values = below.parts(seq, below.stored(seq), below.keys.dtype)
+                layer.append(keys[None, :, -missing:], values[None, :, -missing:], [seq], [missing])
+                layer.keep(seq, missing)
+        self._marks[seq] = None
 
     def select(self, seqs: Collection[int]) -> list[int]:
         """Keep `seqs`, those beyond the new end in the places of dropped ones; returns each one's former number.
@@ -194,6 +218,7 @@ class KVCache:
             layer.select(order)
         self.positions = [self.positions[seq] for seq in order]
         self._marks = [self._marks[seq] for seq in order]
+        self.shifts = [self.shifts[seq] for seq in order]
         self.adapters = [self.adapters[seq] for seq in order]
         self.encoded = [self.encoded[seq] for seq in order]
         self._note_adapters()
@@ -209,6 +234,7 @@ class KVCache:
             layer.extend(seqs, max_seqs)
         self.positions.extend([0] * seqs)
         self._marks.extend([None] * seqs)
+        self.shifts.extend([0] * seqs)
         self.adapters.extend([None] * seqs)
         self.encoded.extend([None] * seqs)
 
@@ -219,6 +245,7 @@ class KVCache:
         for new in copies:
             self.positions[new], self._marks[new] = self.positions[seq], self._marks[seq]
             self.adapters[new], self.encoded[new] = self.adapters[seq], self.encoded[seq]
+            self.shifts[new] = self.shifts[seq]
             for layer in self.layers:
                 layer.fork(seq, new)
         return copies

@@ -29,13 +29,14 @@ class Labels:
 
     Attributes:
         dims: int64 [layers, kv_heads, width], the dimensions of each head.
+        coarse: whether a label has 16 steps between its least and its largest number; such labels kernels do not have.
         buffers: per layer [kv_heads, groups of 16 slots, width, 16] in the dtype of the keys; made on demand. Slot
             c is at c + start % 16, where start counts the positions that are no longer stored. 16-bit numbers are
             stored in pairs of dimensions, [width / 2, 16, 2]; an odd last one follows them.
     """
 
-    def __init__(self, dims: Tensor | Sequence[Sequence[Sequence[int]]]) -> None:
-        self.dims = torch.as_tensor(dims)
+    def __init__(self, dims: Tensor | Sequence[Sequence[Sequence[int]]], coarse: bool = False) -> None:
+        self.dims, self.coarse = torch.as_tensor(dims), coarse
         self.buffers: dict[int, Tensor] = {}
         self._groups = 0  # of each buffer, since kernels want buffers of one size
         self._known: dict[int, tuple[int, int, int]] = {}  # per layer: slots with labels, and its state then
@@ -132,7 +133,8 @@ class TopSlots:
             return None
         stored = self._cache.positions[self._seq] - self._cache.layers[layer].starts[self._seq]
         if self.roles[layer] == LABELED and self.labels is not None:
-            return self.ranking.largest(self.count, *_labeled(self.labels.dims[layer], queries, keys), seen)
+            asking, labels = _labeled(self.labels.dims[layer], queries, keys)
+            return self.ranking.largest(self.count, asking, _coarse(labels) if self.labels.coarse else labels, seen)
         nodes = [(int(slot) - stored, stored) for slot in own_slots(seen)]
         reads = self.roles[layer] == CHOSEN
         fresh = [i for i, node in enumerate(nodes) if not (reads and node in self._chosen)]
@@ -144,12 +146,18 @@ class TopSlots:
         return None if len(fresh) == len(nodes) else torch.nn.utils.rnn.pad_sequence(
             [one.mT for one in slots], padding_value=-1).permute(2, 1, 0)
 
+    @property
+    def coarse(self) -> bool:
+        """Whether it chooses by labels that kernels do not have."""
+        return self.labels is not None and self.labels.coarse
+
     def ran(self, layers: Sequence[int]) -> None:
         """Note that kernels have run a forward of the sequence through these layers."""
         for layer in layers:
             store = self._cache.layers[layer]
-            if self.labels is not None and self.roles[layer] == LABELED and store.stored(self._seq) >= self.count:
-                self.labels.filled(layer, store, self._seq)
+            labels = None if self.coarse or self.roles[layer] != LABELED else self.labels
+            if labels is not None and store.stored(self._seq) >= self.count:
+                labels.filled(layer, store, self._seq)
 
 
 def _labeled(dims: Tensor, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
@@ -157,6 +165,14 @@ def _labeled(dims: Tensor, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tenso
     index = dims.to(keys.device)[:, None]
     of_queries = index.repeat_interleave(len(queries) // len(keys), 0).expand(-1, queries.shape[1], -1)
     return queries.gather(2, of_queries), keys.gather(2, index.expand(-1, keys.shape[1], -1))
+
+
+def _coarse(labels: Tensor) -> Tensor:
+    """Labels [kv_heads, slots, width] in 4 bits: steps between the least and the largest number of each."""
+    wide = labels.to(torch.promote_types(labels.dtype, torch.float32))
+    least, most = wide.amin(-1, keepdim=True), wide.amax(-1, keepdim=True)
+    step = ((most - least) / 15).clamp_min(torch.finfo(wide.dtype).tiny)
+    return ((wide - least) / step).round() * step + least
 
 
 class StoredSlots:

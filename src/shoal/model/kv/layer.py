@@ -18,7 +18,7 @@ Values of no dimensions lie in the keys: what attention reads of a slot is then 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -373,6 +373,15 @@ class KVLayer:
         self._put(seq, 0, keys.clone(), values.clone())  # they may be views of the destination
         self._set_bias(seq, None if bias is None else keys.new_empty(sizes, dtype=torch.float32).copy_(bias))
         self._note_rewrite(seq, count)
+
+    def turn_keys(self, seq: int, first: int, turn: Callable[[Tensor], Tensor]) -> None:
+        """Replace the keys [heads, n, head_dim] of a sequence's committed slots from `first` on by what `turn` says."""
+        if self.encoded[seq] is not None or self.first_stored(seq):
+            raise ValueError(f"the keys of sequence {seq} lie in a form of their own, in which they cannot be turned")
+        if self.keys is not None and not self.released[seq]:
+            span = slice(first, self.stored(seq))
+            self.keys[seq, :, span] = turn(self.keys[seq, :, span])
+            self.rewritten[seq] = self.lengths[seq]
 
     def _set_bias(self, seq: int, bias: Tensor | None) -> None:
         if bias is not None or self.bias[seq] is not None:

@@ -364,7 +364,7 @@ class NativeRunner(PackedRunner):
         wanted: list[int] = []
         for chunk in chunks:
             base, own = cache.positions[chunk.seq], chunk.nodes
-            places = self.shape.axes and not turned_apart(chunk, cache)
+            places = cache.shifts[chunk.seq] or self.shape.axes and not turned_apart(chunk, cache)
             positions.extend(turns_of(chunk, cache) if places else chunk.positions(base))
             if chunk.parents is None:  # a chain may go on for longer than nodes have numbers
                 base, own = base + chunk.fed, range(len(chunk.tokens))
@@ -508,7 +508,8 @@ def _choices(
     chunks: Sequence[SequenceChunk], work: _Work, batch: native.NativeBatch, cache: KVCache, dtype: torch.dtype
 ) -> list[native.SlotChoice | None] | None:
     """How each token chooses what it reads, if the kernels can do so for all; None if they cannot."""
-    if not all(isinstance(chunk.query_hook, TopSlots | None) for chunk in chunks):
+    hooks = [chunk.query_hook for chunk in chunks]
+    if not all(hook is None or isinstance(hook, TopSlots) and not hook.coarse for hook in hooks):
         return None
     at, choices = 0, list[native.SlotChoice | None]()
     for number, chunk in enumerate(chunks):

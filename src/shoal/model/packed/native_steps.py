@@ -71,7 +71,7 @@ class PlainSteps:
         seqs = [chunk.seq for chunk in chunks]
         positions = [cache.positions[seq] for seq in seqs]
         stores = [cache.layers[layer] for layer in layers]
-        turns = [turns_of(chunk, cache)[0] for chunk in chunks] if self._shape.axes else positions
+        turns = [turns_of(chunk, cache)[0] for chunk in chunks] if self._shape.axes or any(cache.shifts) else positions
         if not stores or max(turns) >= self._decoder.reach:
             return None
         storing, others, kept, read = stores, list[KVLayer](), stores, stores

@@ -44,6 +44,7 @@ from shoal.model.runner import (
     pictured,
     pictures_in,
     run_layers,
+    turns_of,
     wanted_states,
 )
 from shoal.model.state.layer import StateLayer
@@ -87,6 +88,7 @@ class PackedRunner(ModelRunner):
         self.input_bytes = 4 * sum(layer.of_mixer[0].rows for layer in weights.layers if layer.mixer is not None)
         equal = len({sizes for sizes in self.kv_sizes if any(sizes)}) == 1  # choices are of one size in all layers
         self.by_distance = bool(shape.slopes) or weights.distance_bias is not None
+        self.turns_keys = not self.by_distance and shape.latent is None and shape.positions is None
         self.shows_queries = equal and not shape.sources and not self.by_distance
         self.can_split = not (shape.layer_input or shape.layer_scales)
         self.routes = shape.experts is not None
@@ -101,6 +103,20 @@ class PackedRunner(ModelRunner):
     def fit(self, adapter: Adapter) -> PackedAdapter:
         return fitted(Fitting(adapter), self.shape)
 
+    @override
+    def turned_back(self, layer: int, keys: Tensor, by: int) -> Tensor:
+        table, half = self.shape.rotary[layer], self.shape.heads_of(layer).rotary_dim // 2
+        if table is None:
+            return keys
+        self.rotary.reach(by + 1)
+        wide = torch.promote_types(keys.dtype, torch.float32)
+        cos, sin = (one[table, by, :half].to(wide) for one in (self.rotary.cos, self.rotary.sin))
+        long = (cos**2 + sin**2).sqrt()  # tables of stretched contexts scale what they turn
+        cos, sin = cos / long, sin / long
+        one, other = keys[..., :half].to(wide), keys[..., half : 2 * half].to(wide)
+        turned = torch.cat([one * cos + other * sin, other * cos - one * sin], -1).to(keys.dtype)
+        return torch.cat([turned, keys[..., 2 * half :]], -1)
+
     def use_graphs(self, *, capture: bool = True) -> None:
         """Run forwards through a `GraphRunner` where possible; needs Triton."""
         from shoal.model.packed.cuda.graphs import GraphRunner
@@ -114,7 +130,8 @@ class PackedRunner(ModelRunner):
         start: Start | None = None,
     ) -> Tensor:
         plain = hook is None and start is None and not cache.adapted and not pictured(chunks, cache)
-        turned = bool(self.shape.axes) and any(cache.encoded)  # by other places than positions, which graphs take
+        beside = bool(self.shape.axes) and any(cache.encoded)
+        turned = beside or any(cache.shifts)  # by other places than positions, which graphs take
         if self.graphs is not None and plain and not turned:
             logits = self.graphs.forward(chunks, cache)
             if logits is not None:
@@ -206,7 +223,8 @@ class _Pass:
         self._adapters = [one for one, chunk in zip(of_chunks, chunks, strict=False) for _ in chunk.tokens]
         self._memory: dict[int, Tensor] = {}
         ids = torch.tensor([token for chunk in chunks for token in ids_of(chunk, cache)], device=runner.device)
-        places = [place for chunk in chunks for place in chunk.positions(cache.positions[chunk.seq])]
+        places = [place for chunk in chunks for place in (
+            turns_of(chunk, cache) if any(cache.shifts) else chunk.positions(cache.positions[chunk.seq]))]
         runner.rotary.reach(max(places) + 1)
         where = torch.tensor(places, device=runner.device)
         self._deeper = [self._deepened(chunk) for chunk in chunks] if any(cache.encoded) else []

@@ -657,7 +657,8 @@ class NativeModel:
             struct.raw, struct.wide, struct.opened = sizes.rows, sizes.queries, sizes.heads * sizes.value
         struct.experts, struct.top, struct.expert_ffn, struct.narrow = self._sizes
         struct.activation, struct.kv_dtype = ACTIVATIONS.index(shape.activation), _KV_DTYPES[self._kv_dtype]
-        struct.parallel, struct.rotates_first, struct.drifts = shape.parallel, shape.rotates_first, bool(shape.axes)
+        struct.parallel, struct.rotates_first = shape.parallel, shape.rotates_first
+        struct.drifts = shape.positions is None
         struct.qkv_limit = shape.qkv_limit or 0.0
         slopes = torch.tensor(shape.slopes, dtype=torch.float32) if shape.slopes else None
         struct.slopes = self._vector("slopes", slopes, shape.heads)
