@@ -27,7 +27,9 @@ OUTSIDE = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANG
            "tests/fixtures/models/shoal-reference/README.md": "reference_model.md",
            "tests/fixtures/models/shoal-reference-layerskip/README.md": "reference_model_layerskip.md",
            "tests/fixtures/gguf/README.md": "gguf_fixtures.md",
-           "hub/smollm2-135m-hybrid/README.md": "hybrid.md",
+           "hub/smollm2-135m-hybrid/README.md": "hybrid.md", "plugins/vllm/README.md": "vllm.md",
+           **{path.relative_to(ROOT).as_posix(): f"studies/other_fields/{path.stem}.md"
+              for path in sorted((ROOT / "lab" / "reports" / "other_fields").glob("[a-z]*.md"))},
            **{path.relative_to(ROOT).as_posix(): f"studies/{path.stem}.md"
               for path in sorted((ROOT / "lab" / "reports").glob("*.md"))},
            **{path.relative_to(ROOT).as_posix(): f"studies/{path.parent.name}.md"
