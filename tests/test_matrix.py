@@ -115,7 +115,7 @@ def test_the_matrix_can_tell_methods_apart(sampling: str) -> None:
     """Were a lossy plan too weak to change a token, the equalities above would say nothing."""
     engine = engine_of("llama")
     lossy = [method for method in MATRIX if method.recipe(engine.info(NEW)).exact_to != "full"]
-    for method in lossy:
+    for method in (one for one in lossy if one.name != "dynamic_pictures"):  # which changes prompts with pictures alone
         changed = decode(engine, PROMPTS, method, sampling)
         assert [r.tokens for r in changed] != [r.tokens for r in plain("llama", sampling)], method
 
