@@ -237,8 +237,8 @@ class KVLayer:
     def allocate(self, like: Tensor, sizes: KVSizes, count: int) -> None:
         """Allocate storage for at least `count` entries like `like`, with zeros, since masked slots must be finite."""
         heads, *dims = sizes
-        ahead = 0 if self.limit == ENDLESS else min(count + _AHEAD, self.limit)
-        self.replace(*(zeros(like, self.max_seqs, heads, max(count, self.reserve, ahead), dim) for dim in dims))
+        room = max(count, self.reserve, self._ahead(count))
+        self.replace(*(zeros(like, self.max_seqs, heads, room, dim) for dim in dims))
         self.bytes_per_position = heads * sum(dims) * like.element_size()
 
     def replace(self, keys: Tensor | None, values: Tensor | None) -> None:
@@ -298,8 +298,12 @@ class KVLayer:
                     self._evict(seq)
         needed = self._needed(seqs, counts) + self._spare
         if needed > self.keys.shape[2]:
-            ahead = max(int(self.keys.shape[2] * GROWTH) + 16, needed + _AHEAD)
-            self.resize(self.max_seqs, max(needed, min(ahead, self.limit)))
+            grown = min(int(self.keys.shape[2] * GROWTH) + 16, self.limit)
+            self.resize(self.max_seqs, max(needed, grown, self._ahead(needed)))
+
+    def _ahead(self, slots: int) -> int:
+        """Slots for which there is room at once where so many are needed; 0 where no limit is known, or in a window."""
+        return 0 if self.limit == ENDLESS or self.window is not None else min(slots + _AHEAD, self.limit)
 
     @property
     def _spare(self) -> int:
