@@ -7,14 +7,12 @@ interpolated between its own two nearest points, of which full depth is the firs
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 from pages import markdown
+from shoal_lab.eval.equal_time import Points, at_time
 
 Report = Mapping[str, Any]
-Points = Sequence[tuple[float, float]]
-"""Measured speed-up and loss of one schedule, smallest speed-up first."""
 _NO_GAIN = 1.005
 """Speed-ups below this count as none."""
 
@@ -45,21 +43,6 @@ def distances(reports: Mapping[str, Report], times: Mapping[str, Report]) -> str
                 ideals.append(row["speedup"])
         lines += [[model, *cells] for cells in _compared(ideals, points, 3)]
     return markdown(["model", "D3, ideal", "in time", "D3: KL, nats", "constant depth in that time"], lines)
-
-
-def at_time(points: Points, speedup: float) -> float | None:
-    """The loss at a measured speed-up, interpolated from (1, 0) through the points; None beyond the fastest.
-
-    A point that is slower than one with a smaller loss is left out: nobody would choose it.
-    """
-    chosen = [(1.0, 0.0)]
-    for time, loss in sorted(points, key=lambda point: point[1]):
-        if time > chosen[-1][0]:
-            chosen.append((time, loss))
-    for (before, low), (after, high) in pairwise(chosen):
-        if before <= speedup <= after:
-            return low + (high - low) * (speedup - before) / (after - before)
-    return None
 
 
 def _compared(ideals: Sequence[float], points: Mapping[str, Points], digits: int) -> list[list[str]]:

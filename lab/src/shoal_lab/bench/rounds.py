@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
+from shoal_lab.eval.paired import median_interval
+
 T = TypeVar("T")
 Figure = dict[str, float]
 Ratio = dict[str, float | None]
-CONFIDENCE = 0.95
 
 
 def figure(values: Iterable[float]) -> Figure:
@@ -24,17 +24,11 @@ def figure(values: Iterable[float]) -> Figure:
 def ratio(values: Iterable[float]) -> Ratio:
     """A figure with an interval `low` to `high` of the median, at a `confidence` of at least 95 %.
 
-    It holds for any distribution: a value lies below the median in half of all cases (David and Nagaraja, "Order
-    Statistics", 7.1). All three are None below 6 values, when even the whole range is not that sure.
+    All three are None below 6 values; see `median_interval`.
     """
     listed = sorted(values)
-    count = len(listed)
-    missed = [2 * sum(math.comb(count, below) for below in range(out + 1)) / 2**count for out in range(count // 2)]
-    sure = [out for out, share in enumerate(missed) if share <= 1 - CONFIDENCE]
-    if not sure:
-        return {**figure(listed), "low": None, "high": None, "confidence": None}
-    out = sure[-1]
-    return {**figure(listed), "low": listed[out], "high": listed[-1 - out], "confidence": 1 - missed[out]}
+    low, high, confidence = median_interval(listed) or (None, None, None)
+    return {**figure(listed), "low": low, "high": high, "confidence": confidence}
 
 
 def in_order(items: Sequence[T], round_number: int) -> list[T]:

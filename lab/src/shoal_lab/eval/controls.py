@@ -88,7 +88,7 @@ def controls(at: ControlSetting, groups: Sequence[str] = GROUPS) -> list[Candida
     """
     makers = {"constant": _constant, "linear": _linear, "reversed": _reversed, "geometry": _geometry,
               "random": _random, "orders": _orders, "starts": _starts}
-    found = [_d3(at, "d3", 0.0, at.order)]
+    found = [d3(at, "d3", 0.0, at.order)]
     for group in dict.fromkeys(part for name in check_groups(groups) for part in _PARTS.get(name, (name,))):
         for make in makers[group](at):
             with suppress(ValueError):  # this control cannot reach the mean
@@ -106,7 +106,8 @@ def check_groups(groups: Sequence[str]) -> Sequence[str]:
     return groups
 
 
-def _d3(at: ControlSetting, label: str, start: float, order: tuple[int, ...]) -> Candidate:
+def d3(at: ControlSetting, label: str, start: float, order: tuple[int, ...]) -> Candidate:
+    """D3 at the setting's mean; ValueError if that start cannot reach it."""
     alpha, _ = power_law(at.lengths, at.num_layers, at.core.size, at.mean, start)
     method = D3(alpha=alpha, start=start, order=order, core=at.core.size, horizon=at.lengths.horizon)
     return _named(at, method, label)
@@ -128,8 +129,12 @@ def schedule(table: Counts, order: Sequence[int], num_layers: int) -> Schedule:
 
 
 def _constant(at: ControlSetting) -> list[Make]:
-    core = at.core.size
-    return [lambda: _scheduled(at, "constant", two_levels(at.lengths, at.num_layers, core, at.mean), at.order)]
+    return [lambda: constant(at, "constant")]
+
+
+def constant(at: ControlSetting, label: str) -> Candidate:
+    """One depth for all tokens but the first, between two integers, at the setting's mean."""
+    return _scheduled(at, label, two_levels(at.lengths, at.num_layers, at.core.size, at.mean), at.order)
 
 
 def _linear(at: ControlSetting) -> list[Make]:
@@ -204,7 +209,7 @@ def blend(deeper: Any, shallower: Any, share: float, longest: int) -> Schedule:
 
 
 def _random(at: ControlSetting) -> list[Make]:
-    return [partial(_d3, at, f"d3, random order {seed}", 0.0, _shuffled(at.order, seed)) for seed in at.seeds]
+    return [partial(d3, at, f"d3, random order {seed}", 0.0, _shuffled(at.order, seed)) for seed in at.seeds]
 
 
 def _shuffled(order: Sequence[int], seed: int) -> tuple[int, ...]:
@@ -219,8 +224,8 @@ def _orders(at: ControlSetting) -> list[Make]:
         names += BY_KIND
     named = {name: removal_order(name, at.num_layers, *at.core, scores, at.engine.card.order, attends)
              for name in names}
-    return [partial(_d3, at, f"d3, {name}", 0.0, order) for name, order in named.items() if order != at.order]
+    return [partial(d3, at, f"d3, {name}", 0.0, order) for name, order in named.items() if order != at.order]
 
 
 def _starts(at: ControlSetting) -> list[Make]:
-    return [partial(_d3, at, f"d3, start {start:g}", start, at.order) for start in STARTS]
+    return [partial(d3, at, f"d3, start {start:g}", start, at.order) for start in STARTS]

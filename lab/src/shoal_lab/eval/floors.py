@@ -55,4 +55,6 @@ def _cut(text: str, tokenizer: Any, longest: int) -> str:
 
 
 def _answered(answer: str, item: Item) -> str:
+    if item.judge == "stated":
+        return f"So the answer is {answer}."
     return answer if item.judge == "contains" else f"{MARK} {answer}"

@@ -13,6 +13,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 _Z95 = 1.959963984540054
+_CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,18 @@ def detectable(base: Sequence[bool], other: Sequence[bool]) -> float:
     n = _same_length(base, other)
     flipped = sum(b != o for b, o in zip(base, other, strict=True))
     return math.sqrt(6.2 * (flipped + 1) / (n + 2) / n)
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float, float] | None:
+    """An interval of the median, low and high, and its confidence of at least 95 %.
+
+    It holds for any distribution: a value lies below the median in half of all cases (David and Nagaraja, "Order
+    Statistics", 7.1). None below 6 values, when even the whole range is not that sure.
+    """
+    listed, count = sorted(values), len(values)
+    missed = [2 * sum(math.comb(count, below) for below in range(out + 1)) / 2**count for out in range(count // 2)]
+    sure = [out for out, share in enumerate(missed) if share <= 1 - _CONFIDENCE]
+    return (listed[sure[-1]], listed[-1 - sure[-1]], 1 - missed[sure[-1]]) if sure else None
 
 
 def ratio_difference(

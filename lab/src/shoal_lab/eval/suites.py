@@ -16,7 +16,7 @@ from shoal.errors import Unsupported, unknown
 from shoal_lab import reference
 from shoal_lab.eval import prompts
 from shoal_lab.eval.items import Item, Part, part_of, problem, read_lines, stretches
-from shoal_lab.eval.sources import code, folder, gsm8k, novels, parallel, squad, wikidata
+from shoal_lab.eval.sources import bbh, code, folder, gsm8k, novels, parallel, squad, wikidata
 
 Kind = Literal["problems", "text", "prompts"]
 Read = Callable[[Path | None, Part], list[Item]]
@@ -79,6 +79,9 @@ def get(name: str) -> Suite:
 def _table() -> dict[str, Suite]:
     suites = [
         Suite("gsm8k", "problems", "GSM8K test set; calibrates on its training set", gsm8k.read),
+        Suite("gsm8k_8shot", "problems", "the same behind eight worked problems", gsm8k.eight_shots),
+        Suite("gsm8k_chat", "problems", "the same behind none, for models with a chat template", gsm8k.zero_shot),
+        Suite("bbh", "problems", "BIG-Bench Hard, 27 tasks as one pool, behind three worked examples", bbh.read),
         Suite("humaneval", "problems", "HumanEval, executed; calibrates on MBPP", code.humaneval, 384),
         Suite("mbpp", "problems", "all 974 tasks of MBPP, executed; calibrates on HumanEval", code.mbpp, 384),
         Suite("programs", "problems", "HumanEval and MBPP, executed; for evaluation only", code.both, 384),

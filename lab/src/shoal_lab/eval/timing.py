@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from shoal_lab.eval.decoders import Candidate, Decoder
 from shoal_lab.eval.items import Sample
+from shoal_lab.eval.paired import median_interval
 
 
 def alone(
@@ -51,9 +52,11 @@ def _rotated(order: list[int], by: int) -> list[int]:
 
 def _figures(seconds: list[float], paces: list[float], base: list[float]) -> dict[str, Any]:
     ratios = [full / pace for full, pace in zip(base, paces, strict=True) if pace > 0]
+    interval = median_interval(ratios)
     return {
         "items": len(seconds),
         "seconds_per_answer": sum(seconds) / len(seconds),
         "seconds_per_token": median(paces),
         "realised_speedup": median(ratios) if ratios else None,
+        "realised_interval": interval[:2] if interval else None,
     }

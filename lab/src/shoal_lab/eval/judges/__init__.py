@@ -20,7 +20,8 @@ class Judge(Protocol):
 TESTS = "tests"
 """The judge that runs code: it needs a sandbox, so `Judging` calls it."""
 _JUDGES: Mapping[str, Judge] = {"mark": texts.mark, "number": number.judge, "contains": texts.contains,
-                              "listed": texts.listed, "recalled": texts.recalled, "overlap": texts.overlap}
+                              "listed": texts.listed, "recalled": texts.recalled, "overlap": texts.overlap,
+                              "stated": texts.stated}
 
 
 def get(name: str) -> Judge:

@@ -18,6 +18,18 @@ def mark(text: str, item: Item) -> dict[str, Any]:
     return {"right": is_right(text, item.answer)}
 
 
+def stated(text: str, item: Item) -> dict[str, Any]:
+    """Right if what follows the first "the answer is", up to its line's end, is the answer.
+
+    Marks of emphasis, quotes and a full stop are left out; of an option such as (A) its letter is enough.
+    """
+    found = re.search(r"the answer is:?(.*)", text, re.IGNORECASE)
+    said = re.sub(r"[*`\"$]", "", found[1]).strip().rstrip(".").lower() if found else ""
+    gold = item.answer.strip().lower()
+    option = re.fullmatch(r"\([a-z]\)", gold) is not None and said.startswith((gold, f"{gold[1:2]})"))
+    return {"right": option or said.split() == gold.split()}
+
+
 def listed(text: str, item: Item) -> dict[str, Any]:
     """Right if the text is an answer, word by word; line breaks count as spaces."""
     return {"right": text.split() in [gold.split() for gold in item.golds or (item.answer,)]}
