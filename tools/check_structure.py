@@ -85,7 +85,7 @@ modules; 38: biases of encoders by distance;
 MOST_CORE_FILES = 385  # 20: recurrent; 4: experts; 4: SambaY; 3: latent; 9: GGUF; 6: classics; 20: drafts; 11: hub;
 # 9: what clients speak; 1: threads that part; 2: what is told of a model, how it lies in files; 1: whose adapters are;
 # 1: options of tools; 7: sources and their encoders; 9: speech; 7: pictures; 6: sounds; 2: films; 3: shared models
-MOST_LAB_LINES = 50_150
+MOST_LAB_LINES = 50_620
 """Of the package, benchmarks and tools. 392 more: plan and members; 127: two checkouts; 350: hybrids, prefixes; 620:
 training hybrids; 200: files of mixtures; 670: caches of experts,
 mixtures of dense files, experts beyond memory; 70: a day of alike requests;

@@ -53,6 +53,9 @@ def shown(argv: Sequence[str]) -> str:
 
 
 def _shown(argument: str) -> str:
+    name, sign, value = argument.partition("=")
+    if sign and Path(value).is_absolute():
+        return f"{name}={_shown(value)}"
     path = Path(argument)
     if not path.is_absolute():
         return shlex.quote(argument)

@@ -57,8 +57,9 @@ def add_arguments(parser: Parser) -> None:
     grid.add_argument("--text", metavar="FILE", type=Path, help="cut the prompts from this text instead of random ids")
     grid.add_argument("--positions", metavar="N,...", help="also time forwards of so many positions")
     grid.add_argument("--prefill", metavar="N,...", help="also time prompts of so many tokens alone")
-    grid.add_argument("--peer", metavar="P", action="append", help="hf, hf-static-compiled or llama.cpp; can be "
-                      "repeated; none for no other software (default: hf)")
+    grid.add_argument("--peer", metavar="P", action="append", help="hf, hf-static-compiled or llama.cpp; NAME=PYTHON "
+                      "of ctranslate2, onnxruntime-genai, openvino-genai or vllm, with the interpreter of an "
+                      "environment that has it; can be repeated; none for no other software (default: hf)")
     grid.add_argument("--no-compile", action="store_true", help="leave out what compiles")
     grid.add_argument("--startup", action="store_true", help="instead of all that, how long the load of --model takes "
                       "and how much memory it needs, a fresh process for every sample: first time, from Shoal's cache, "
@@ -139,16 +140,25 @@ def _plan(args: argparse.Namespace) -> Plan:
 
     setting = measuring.setting_of(args, backend=args.backend)
     text = None if args.text is None else args.text.read_text(encoding="utf-8-sig")[:_TEXT]
-    return Plan(args.rounds, args.minutes, setting, text=text)
+    return Plan(args.rounds, args.minutes, setting, text=text, engines=_engines(args))
+
+
+def _engines(args: argparse.Namespace) -> dict[str, str]:
+    """Interpreters of peers that run in environments of their own."""
+    from shoal_lab.bench.engines import parse
+
+    return dict(found for peer in args.peer or () if (found := parse(peer)) is not None)
 
 
 def _baselines(args: argparse.Namespace) -> list[str]:
     """The baselines that are asked for, checked before anything is loaded."""
     from shoal.errors import unknown
-    from shoal_lab.bench import baselines
+    from shoal_lab.bench import baselines, engines
 
-    asked = measuring.baselines_from(args.peer or ["hf"])
+    asked = [(engines.parse(peer) or (peer,))[0] for peer in measuring.baselines_from(args.peer or ["hf"])]
     for name in asked:
-        if name not in baselines.BASELINES and name not in baselines.NOT_HERE:
-            raise unknown("peer", name, [*baselines.BASELINES, *baselines.NOT_HERE, "none"])
+        if name in engines.ENGINES and name not in _engines(args):
+            raise ValueError(f"--peer {name} runs in an environment of its own; write {name}=ENV/bin/python")
+        if name not in {*baselines.BASELINES, *baselines.NOT_HERE, *engines.ENGINES}:
+            raise unknown("peer", name, [*baselines.BASELINES, *engines.ENGINES, *baselines.NOT_HERE, "none"])
     return [name for name in asked if not (args.no_compile and name == "hf-static-compiled")]

@@ -21,7 +21,6 @@ BASELINES: Mapping[str, str] = MappingProxyType(
 
 NOT_HERE: Mapping[str, str] = MappingProxyType(
     {
-        "vllm": "no adapter; it needs a server of its own and is meant for many requests on a GPU",
         "sglang": "no adapter; it needs a server of its own and is meant for many requests on a GPU",
         "tensorrt-llm": "no adapter; it needs an engine built for one GPU",
     }

@@ -7,11 +7,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from tqdm import tqdm
 
 from shoal_lab.bench import bandwidth, baselines, idle
+from shoal_lab.bench.engines import Engine
 from shoal_lab.bench.model import FILE, MeasuredModel
 from shoal_lab.bench.rounds import Rounds, check_rounds, in_order
 from shoal_lab.bench.speed import memory
@@ -42,6 +44,7 @@ class Plan:
         bandwidth_bytes: size of the buffer that bandwidth is read from.
         text: text that prompts are cut from, with the model's own tokenizer; None for random token ids.
         start: makes the process of a system.
+        engines: the interpreter of each baseline that runs in an environment of its own, see `shoal_lab.bench.engines`.
     """
 
     rounds: int = 3
@@ -50,6 +53,7 @@ class Plan:
     bandwidth_bytes: int = bandwidth.BUFFER
     text: str | None = None
     start: Start = SystemProcess
+    engines: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_rounds(self.rounds, self.minutes)
@@ -64,7 +68,9 @@ def run(model: MeasuredModel, grid: Grid, plan: Plan) -> Measurements:
     model.check()
     grid.check(model)
     factories: dict[str, Factory] = {OURS: Shoal}
-    factories |= {name: baselines.load(name) for name in grid.baselines if name not in baselines.NOT_HERE}
+    factories |= {name: partial(Engine, name, python) for name, python in plan.engines.items()}
+    known = {*factories, *baselines.NOT_HERE}
+    factories |= {name: baselines.load(name) for name in grid.baselines if name not in known}
     cells = [cell for cell in grid.cells() if cell.system in factories]
     memory.check(model, [_held(plan, *key) for key in dict.fromkeys((c.system, c.quant) for c in cells)])
     outcome = Measurements(Rounds(plan.rounds, plan.minutes))
