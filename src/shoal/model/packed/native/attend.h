@@ -74,11 +74,12 @@ static void attend_chunk(Worker *w, const Task *task, int by, int first, int las
     const float *own_biases = m->distances ? m->distance_bias + (int64_t)r->b->layers[task->entry] * m->distance_step : NULL;
     const int64_t bytes = query_bytes(task->layer->head_dim, by);
     const int most = by == BY_BF16 ? MOST_QUERIES : QUERIES;
-    for (int k = first; k < last; k += most) {
+    for (int k = first, count; k < last; k += count) {
         const char *q[MOST_QUERIES];
         State *states[MOST_QUERIES];
         const Seen *sights[MOST_QUERIES];
-        const int count = min_int(most, last - k);
+        count = min_int(most, last - k);
+        if (count > LANES) count = count / LANES * LANES; /* whole squares */
         for (int j = 0; j < count; j++) {
             const int i = (k + j) / group, head = (k + j) % group;
             q[j] = w->queries + (k + j - before * group) * bytes;
@@ -111,29 +112,29 @@ static void lay_places(Worker *w, const Task *task, const Source *source, int by
 
 /* Run the chunk for those tokens of `left` (bits, from the segment's first token on) that are on the path of token number i, and clear
    them. */
-static void attend_path(Worker *w, const Task *task, int by, int i, uint32_t *left, const Seen *seen, int base) {
+static void attend_path(Worker *w, const Task *task, int by, int i, uint64_t *left, const Seen *seen, int base) {
     const Segment *s = task->segment;
     const ShoalBatch *b = w->run->b;
     const int group = group_of(w->run->m, task);
     const uint64_t path = b->ancestors[task->chosen->token[i]];
-    uint32_t here = 1u << (i - s->first);
+    uint64_t here = 1ull << (i - s->first);
     for (int j = s->first; j < i; j++)
-        here |= (uint32_t)(path >> b->node[task->chosen->token[j]] & 1) << (j - s->first);
+        here |= (path >> b->node[task->chosen->token[j]] & 1) << (j - s->first);
     here &= *left, *left &= ~here;
     while (here) { /* neighbours together */
-        const int first = __builtin_ctz(here), last = first + __builtin_ctz(~(here >> first));
+        const int first = __builtin_ctzll(here), last = first + __builtin_ctzll(~(here >> first));
         attend_chunk(w, task, by, (s->first + first) * group, (s->first + last) * group, seen + first, base);
-        here &= ~(((1u << (last - first)) - 1) << first);
+        here &= ~(((1ull << (last - first)) - 1) << first);
     }
 }
 
 /* A chunk with nodes of a tree, leaf by leaf: only what follows the committed slots is laid out again. */
 static void attend_paths(Worker *w, const Task *task, const Source *source, int by, const Seen *seen, int base) {
     const Segment *s = task->segment;
-    uint32_t left = 0;
-    for (int i = s->first; i < s->last; i++) left |= (uint32_t)(seen[i - s->first].low < seen[i - s->first].high) << (i - s->first);
+    uint64_t left = 0;
+    for (int i = s->first; i < s->last; i++) left |= (uint64_t)(seen[i - s->first].low < seen[i - s->first].high) << (i - s->first);
     for (int from = 0; left; from = max_int(s->stored - base, 0) / LAID * LAID) {
-        const int last = 31 - __builtin_clz(left);
+        const int last = 63 - __builtin_clzll(left);
         lay_places(w, task, source, by, s->first + last, base, from, seen[last].high);
         attend_path(w, task, by, s->first + last, &left, seen, base);
     }
@@ -144,7 +145,7 @@ static void attend_slots(Worker *w, const Task *task, const Source *source) {
     const Segment *s = task->segment;
     const int group = group_of(w->run->m, task), by = products_of(w->run->m, source);
     for (int base = (s->start + task->low) / CHUNK * CHUNK - s->start; base < task->high; base += CHUNK) {
-        Seen seen[TOGETHER];
+        Seen seen[SEGMENT];
         int high = 0, last = s->first;
         for (int i = s->first; i < s->last; i++) {
             const Seen one = seen[i - s->first] = seen_by(w->run, task, i, base);
@@ -312,14 +313,20 @@ static void merge_head(const Run *r, int entry, const Chosen *c, const Segment *
     float peak = -INFINITY, total = 0;
     for (int split = 0; split < splits; split++) peak = fmaxf(peak, state_at(r, s, split, i, head)->peak);
     if (sinks) peak = fmaxf(peak, sinks[head]), total = expf(sinks[head] - peak);
-    memset(out, 0, sizeof(float) * dim);
     for (int split = 0; split < splits; split++) {
         const State *state = state_at(r, s, split, i, head);
         const float weight = state->peak == peak ? 1.0f : expf(state->peak - peak);
         total += weight * vf_sum(vf_load(state->totals));
-        for (int j = 0; j < dim; j++) out[j] += weight * state->sum[j];
+        for (int j = 0; j < dim; j += LANES) {
+            const Mask mask = head_mask(dim - j);
+            const Vf before = split ? vf_load_some(mask, out + j) : vf_zero();
+            vf_store_some(out + j, mask, vf_fma(vf_all(weight), vf_load(state->sum + j), before));
+        }
     }
-    for (int j = 0; j < dim; j++) out[j] /= total;
+    for (int j = 0; j < dim; j += LANES) {
+        const Mask mask = head_mask(dim - j);
+        vf_store_some(out + j, mask, vf_div(vf_load_some(mask, out + j), vf_all(total)));
+    }
 }
 
 /* What a differential pair gives: the norm of the first output less a share of the second. */

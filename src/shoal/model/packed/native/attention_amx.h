@@ -22,12 +22,10 @@ INLINE void score_some(Chunk *c, const char *q, float scores[][CHUNK], int at, c
     UNROLL for (int g = 0; g < groups; g++) SQUARE_STORE(g, &scores[0][at + g * LANES], 4 * CHUNK);
 }
 
-INLINE void score_squares(Chunk *c, const char *q, float scores[][CHUNK], int first, int last, int queries) {
+INLINE void score_squares(Chunk *c, const char *q, float scores[][CHUNK], int first, int last) {
     int at = first;
     for (; at + SQUARES_SUM * LANES <= last; at += SQUARES_SUM * LANES) score_some(c, q, scores, at, SQUARES_SUM);
     for (; at < last; at += LANES) score_some(c, q, scores, at, 1);
-    for (int h = 0; h < queries; h++)
-        for (int i = first; i < last; i += LANES) vf_store(scores[h] + i, vf_mul(vf_load(scores[h] + i), vf_all(c->scale)));
 }
 
 /* Add the values of slots first..last-1, `width` vectors of their lines from number `at` on, by their weights. */
@@ -61,23 +59,27 @@ INLINE void mix_squares(State *const *s, Chunk *c, const uint16_t *weights, cons
     for (; at < vectors; at += 2) mix_some(s, c, weights, shrink, first, last, queries, at, 2);
 }
 
-/* The queries are consecutive in memory. */
+/* The queries are consecutive in memory; more than a square of them are whole squares. All squares go through a stage before the next
+   one begins: what the units store can be read only once it is in the cache, and the other squares' work fills that time. */
 static void attend_bf16(Chunk *c, const char *const *q, State *const *s, const Seen *const *seen, int queries) {
     float scores[SQUARE_QUERIES][CHUNK] ALIGNED, shrink[SQUARE_QUERIES];
     uint16_t weights[SQUARE_QUERIES][CHUNK] ALIGNED;
     int low = CHUNK, high = 0;
     for (int h = 0; h < queries; h++) low = min_int(low, seen[h]->low), high = max_int(high, seen[h]->high);
     if (low >= high) return;
-    const int first = low / LAID * LAID, last = (int)round_up(high, LAID);
-    if (c->shaped != queries) shape_squares(queries, 64);
-    c->shaped = queries;
-    score_squares(c, q[0], scores, first, last, queries);
-    for (int h = 0; h < queries; h++) ready_scores(c, h, seen[h], scores[h], first, last);
+    const int first = low / LAID * LAID, last = (int)round_up(high, LAID), rows = min_int(queries, SQUARE_ROWS);
+    if (c->shaped != rows) shape_squares(rows, 64);
+    c->shaped = rows;
+    for (int h = 0; h < queries; h += rows) score_squares(c, q[h], scores + h, first, last);
+    for (int h = 0; h < queries; h++) {
+        for (int i = first; i < last; i += LANES) vf_store(scores[h] + i, vf_mul(vf_load(scores[h] + i), vf_all(c->scale)));
+        ready_scores(c, h, seen[h], scores[h], first, last);
+    }
     for (int h = 0; h < queries; h += QUERIES) {
         if (h + QUERIES <= queries) weigh(c, s + h, scores + h, weights + h, shrink + h, first, last, QUERIES, 1);
         else for (int k = h; k < queries; k++) weigh(c, s + k, scores + k, weights + k, shrink + k, first, last, 1, 1);
     }
-    mix_squares(s, c, weights[0], shrink, first, last, queries);
+    for (int h = 0; h < queries; h += rows) mix_squares(s + h, c, weights[h], shrink + h, first, last, rows);
 }
 
 /* After the last chunk, since configuring tiles takes longer than a few products. */

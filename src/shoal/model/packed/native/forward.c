@@ -91,7 +91,7 @@ static Worker worker_of(Run *r, int id, int threads) {
     w.acts = acts_at(at, tokens, deepest(m)), w.shared = acts_at(r->together, tokens, deepest(m));
     w.shared.line = w.acts.line, w.shared.plain = w.acts.plain;
     at += own_acts(m, r->b);
-    w.queries = at, at += min_int(tokens, TOGETHER) * group * round_up(m->head_dim, 32) * 4;
+    w.queries = at, at += min_int(tokens, SEGMENT) * group * round_up(m->head_dim, 32) * 4;
     w.sums = (float *)at, at += round_up(4ll * SUMS, 64);
     w.line = (float *)at, at += 4 * round_up(max_int(m->hidden, m->layer_input), LANES);
     at += lay_out_lots(&w.lots, m, r->b, at);
@@ -104,7 +104,7 @@ static Worker worker_of(Run *r, int id, int threads) {
 
 static int64_t private_bytes(const ShoalModel *m, const ShoalBatch *b) {
     const int tokens = b->tokens;
-    int64_t queries = min_int(tokens, TOGETHER) * (m->kv_heads ? m->heads / m->kv_heads : 0) * round_up(m->head_dim, 32) * 4;
+    int64_t queries = min_int(tokens, SEGMENT) * (m->kv_heads ? m->heads / m->kv_heads : 0) * round_up(m->head_dim, 32) * 4;
     Lots lots;
     queries += lay_out_lots(&lots, m, b, NULL);
     return own_acts(m, b) + queries + round_up(4ll * SUMS, 64) + 4 * round_up(max_int(m->hidden, m->layer_input), LANES) + chunk_bytes(m->head_dim);

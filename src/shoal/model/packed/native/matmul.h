@@ -31,12 +31,17 @@ INLINE void multiply_tile(const ShoalWeight *w, const Part *p, const Acts *a, in
    cache for all row blocks. */
 INLINE void square_tile(const ShoalWeight *w, const Acts *a, int tokens, int block, int count, int first, float *sums) {
     const int size = part_of(w, block, first).words, step = is_super(w->kind) ? GROUP_K / 4 : size;
+    const int most = is_super(w->kind) || w->kind == KIND_BF16 ? 1 : 2;
     for (int from = 0; from < size; from += step)
-        for (int b = 0; b < count; b++) {
-            Part p = part_of(w, block + b, first);
-            p.at += from, p.first += from, p.words = step;
-            const char *ahead = lines_at(w, &p) + size * line_bytes(w->kind); /* the next row block's, or the next tile's */
-            multiply_squares(w, &p, a, tokens, sums + b * tokens * 2 * LANES, ahead);
+        for (int b = 0; b < count; b += most) {
+            const int blocks = min_int(count - b, most);
+            Part p[2];
+            for (int i = 0; i < blocks; i++) {
+                p[i] = part_of(w, block + b + i, first);
+                p[i].at += from, p[i].first += from, p[i].words = step;
+            }
+            const char *ahead = lines_at(w, p) + blocks * size * line_bytes(w->kind); /* the next row blocks', or the next tile's */
+            multiply_squares(w, p, blocks, a, tokens, sums + b * tokens * 2 * LANES, ahead);
         }
 }
 

@@ -63,74 +63,91 @@ INLINE Vf add_group(Vf sum, const int32_t *part, const float scale[2][LANES], fl
     return minima ? vf_fma(vf_load(scale[1]), vf_all(total), sum) : sum;
 }
 
-/* A pass of 16 tokens over an opened tile. */
+/* Opened tiles of one or two row blocks, and up to 32 tokens: their products are two by two squares, so that each square that is loaded
+   is multiplied twice. */
 typedef struct {
     const Open *open;
     const char *acts;             /* from its first input on: chunks of 16 lines */
+    int64_t step;                 /* from a token's chunk to that of the token 16 further */
     const float *scales, *totals; /* from its first group on: [groups][16] */
+    int64_t further;              /* floats from a group's scales to those of the tokens 16 further */
 } Pass;
 
 typedef int32_t Results[SQUARE_ROWS * LANES];
+enum { BATCH = 4 }; /* groups whose results are added together, while sums are in registers */
 
-#define SLOT(slot, acts, weights)                                                                                      \
-    if (slot < count) {                                                                                                \
-        const int64_t byte = slot * size;                                                                              \
-        SQUARE_ZERO(slot);                                                                                             \
-        SQUARE_LOAD(weights, lines + byte * LANES, 64);                                                                \
-        SQUARE_LOAD(acts, from + byte / 64 * SQUARE_SIZE + byte % 64, 64);                                             \
-        SQUARE_BYTES(slot, acts, weights);                                                                             \
+/* The products of one group, of `size` inputs: of row block b with tokens of square s in results[2 * b + s]. */
+INLINE void make_results(const Pass *p, int64_t g, const int blocks, const int squares, const int size, Results *results) {
+    const int8_t *lines = p->open->lines + g * size * LANES;
+    const char *from = p->acts + g * size / 64 * SQUARE_SIZE + g * size % 64;
+    SQUARE_ZERO(0);
+    SQUARE_LOAD(FIRST_WEIGHTS, lines, 64);
+    SQUARE_LOAD(FIRST_ACTS, from, 64);
+    SQUARE_BYTES(0, FIRST_ACTS, FIRST_WEIGHTS);
+    if (squares > 1) {
+        SQUARE_ZERO(1);
+        SQUARE_LOAD(FIRST_ACTS + 1, from + p->step, 64);
+        SQUARE_BYTES(1, FIRST_ACTS + 1, FIRST_WEIGHTS);
     }
-
-/* Products from number `first` on, of `size` inputs each, of which four are whole chunks. All are started before the first result is
-   stored. */
-INLINE void make_results(const Pass *p, int64_t first, const int count, const int size, Results *results) {
-    const int8_t *lines = p->open->lines + first * size * LANES;
-    const char *from = p->acts + first * size / 64 * SQUARE_SIZE + first * size % 64;
-    SLOT(0, FIRST_ACTS, FIRST_WEIGHTS)
-    SLOT(1, FIRST_ACTS + 1, FIRST_WEIGHTS + 1)
-    SLOT(2, FIRST_ACTS, FIRST_WEIGHTS)
-    SLOT(3, FIRST_ACTS + 1, FIRST_WEIGHTS + 1)
+    if (blocks > 1) {
+        SQUARE_ZERO(2);
+        SQUARE_LOAD(FIRST_WEIGHTS + 1, lines + (int64_t)sizeof(Open), 64);
+        SQUARE_BYTES(2, FIRST_ACTS, FIRST_WEIGHTS + 1);
+    }
+    if (blocks > 1 && squares > 1) {
+        SQUARE_ZERO(3);
+        SQUARE_BYTES(3, FIRST_ACTS + 1, FIRST_WEIGHTS + 1);
+    }
     SQUARE_STORE(0, results[0], 64);
-    if (count > 1) SQUARE_STORE(1, results[1], 64);
-    if (count > 2) SQUARE_STORE(2, results[2], 64);
-    if (count > 3) SQUARE_STORE(3, results[3], 64);
-}
-#undef SLOT
-
-/* Compute `count` products for the groups from `g` on, and add them to the sums. */
-INLINE void add_groups(const Pass *p, int64_t g, const int count, const int inputs, const int minima, Results *results, Vf *sum) {
-    make_results(p, g, count, inputs, results);
-    UNROLL for (int i = 0; i < count; i++) {
-        const float *by = p->scales + (g + i) * SQUARE_ROWS, *total = p->totals + (g + i) * SQUARE_ROWS;
-        UNROLL for (int t = 0; t < SQUARE_ROWS; t++)
-            sum[t] = add_group(sum[t], results[i] + t * LANES, p->open->scales[g + i], by[t], total[t], minima);
-    }
+    if (squares > 1) SQUARE_STORE(1, results[1], 64);
+    if (blocks > 1) SQUARE_STORE(2, results[2], 64);
+    if (blocks > 1 && squares > 1) SQUARE_STORE(3, results[3], 64);
 }
 
-/* The `count` tokens of a pass, with sums in registers. `bytes` per group are prefetched from `ahead`, if it is not NULL. */
-INLINE void run_pass(const Pass *p, int64_t groups, int count, float *sums, const char *ahead, const int bytes, const int inputs,
-                     const int minima) {
-    Results results[SQUARES_SUM] ALIGNED;
+/* Add `count` groups from `g` on to the sums of up to 16 tokens. */
+INLINE void add_groups(const Open *open, const float *by, const float *total, Results (*results)[SQUARES_SUM], int64_t g, int groups, int count,
+                       float *sums, const int minima) {
     Vf sum[SQUARE_ROWS];
-    int64_t g = 0;
     UNROLL for (int t = 0; t < SQUARE_ROWS; t++) sum[t] = t < count ? vf_load(sums + 2 * t * LANES) : vf_zero();
-    for (; g + SQUARES_SUM <= groups; g += SQUARES_SUM) {
-        add_groups(p, g, SQUARES_SUM, inputs, minima, results, sum);
-        if (ahead) fetch_part(ahead, g / SQUARES_SUM, SQUARES_SUM * bytes, 1);
-    }
-    for (; g < groups; g += 1) add_groups(p, g, 1, inputs, minima, results, sum);
+    for (int i = 0; i < groups; i++, by += SQUARE_ROWS, total += SQUARE_ROWS)
+        UNROLL for (int t = 0; t < SQUARE_ROWS; t++)
+            sum[t] = add_group(sum[t], results[i][0] + t * LANES, open->scales[g + i], by[t], total[t], minima);
     UNROLL for (int t = 0; t < SQUARE_ROWS; t++)
         if (t < count) vf_store(sums + 2 * t * LANES, sum[t]);
 }
 
+/* `tokens` tokens of a pass; `apart`: floats from a row block's sums to the next one's; `bytes` of a group are prefetched per row block. */
+INLINE void run_pass(const Pass *p, int64_t groups, int tokens, float *sums, int64_t apart, const char *ahead, const int bytes,
+                     const int blocks, const int squares, const int inputs, const int minima) {
+    Results results[BATCH][SQUARES_SUM] ALIGNED;
+    for (int64_t g = 0; g < groups; g += BATCH) {
+        const int some = min_int(BATCH, (int)(groups - g));
+        for (int i = 0; i < some; i++) {
+            make_results(p, g + i, blocks, squares, inputs, results[i]);
+            if (ahead) fetch_part(ahead, g + i, blocks * bytes, 1);
+        }
+        for (int b = 0; b < blocks; b++)
+            for (int s = 0; s < squares; s++) {
+                const int64_t at = g * SQUARE_ROWS + s * p->further;
+                add_groups(p->open + b, p->scales + at, p->totals + at, (Results(*)[SQUARES_SUM])&results[0][2 * b + s], g, some,
+                           min_int(tokens - s * SQUARE_ROWS, SQUARE_ROWS), sums + b * apart + s * SQUARE_ROWS * 2 * LANES, minima);
+            }
+    }
+}
+
 /* All tokens; the first pass prefetches what follows. */
-INLINE void multiply_open(const Open *open, const Part *part, const Acts *a, int64_t words, int tokens, float *sums, const char *ahead,
-                          const int bytes, const int inputs, const int minima) {
-    for (int first = 0; first < tokens; first += SQUARE_ROWS) {
-        const int64_t at = (int64_t)first * a->groups + 4ll * part->first / inputs * SQUARE_ROWS;
-        const Pass p = {.open = open, .acts = square_at(a, words, first, part->first), .scales = a->scales + at, .totals = a->totals + at};
-        const int count = min_int(tokens - first, SQUARE_ROWS);
-        run_pass(&p, part->words * 4 / inputs, count, sums + first * 2 * LANES, first ? NULL : ahead, bytes, inputs, minima);
+INLINE void multiply_open(const Open *open, const int blocks, const Part *part, const Acts *a, int64_t words, int tokens, float *sums,
+                          int64_t apart, const char *ahead, const int bytes, const int inputs, const int minima) {
+    for (int first = 0; first < tokens; first += 2 * SQUARE_ROWS) {
+        const int64_t at = (int64_t)first * a->groups + 4ll * part->first / inputs * SQUARE_ROWS, further = (int64_t)SQUARE_ROWS * a->groups;
+        const char *acts = square_at(a, words, first, part->first);
+        const Pass p = {.open = open, .acts = acts, .step = square_at(a, words, first + SQUARE_ROWS, part->first) - acts,
+                        .scales = a->scales + at, .totals = a->totals + at, .further = further};
+        const int count = min_int(tokens - first, 2 * SQUARE_ROWS);
+        const int64_t groups = part->words * 4 / inputs;
+        float *to = sums + first * 2 * LANES;
+        if (count > SQUARE_ROWS) run_pass(&p, groups, count, to, apart, first ? NULL : ahead, bytes, blocks, 2, inputs, minima);
+        else run_pass(&p, groups, count, to, apart, first ? NULL : ahead, bytes, blocks, 1, inputs, minima);
     }
 }
 

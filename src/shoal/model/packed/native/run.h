@@ -89,6 +89,7 @@ typedef struct {
     int token[MAX_TOKENS];
 } Chosen;
 
+#define SEGMENT 32  /* most tokens of a row that attend together: slots are laid out once for all of them */
 #define TOGETHER 16 /* from this many tokens on threads share the preparation of activations; below, a barrier would cost more */
 
 /* Consecutive chosen tokens first..last-1 of one row, and the splits of its slots. */
@@ -194,7 +195,7 @@ static int segments_of(const Run *r, const ShoalLayer *layer, int entry, const C
         int t = c->token[i], start = start_of(b, entry, t);
         Segment s = {.first = i, .row = b->row[t], .start = start, .stored = b->base[t] - start, .state = state};
         int lowest = INT32_MAX;
-        for (; i < c->count && i < s.first + TOGETHER && b->row[c->token[i]] == s.row; i++) {
+        for (; i < c->count && i < s.first + SEGMENT && b->row[c->token[i]] == s.row; i++) {
             s.slots = s.stored + b->node[c->token[i]] + 1;
             s.branches |= branches(b, c->token[i]);
             lowest = min_int(lowest, first_slot(layer, b->position[c->token[i]], start));

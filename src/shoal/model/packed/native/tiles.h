@@ -16,9 +16,10 @@ DECLARE(q4_1) DECLARE(q5_0) DECLARE(q5_1) DECLARE(upper) DECLARE(q4_k) DECLARE(q
 DECLARE(iq4_nl) DECLARE(mxfp4) DECLARE(q2_k) DECLARE(q3_k) DECLARE(iq2) DECLARE(iq4_xs)
 #undef DECLARE
 
-/* The same for all tokens of a batch by AMX, and what a thread calls before and after several of them. */
+/* The same for all tokens of a batch by AMX, of one or two row blocks, whose sums follow each other (super-blocks and bfloat16: of one); and
+   what a thread calls before and after several of them. */
 void begin_squares(const ShoalWeight *, int tokens) __attribute__((visibility("hidden")));
-void multiply_squares(const ShoalWeight *, const Part *, const Acts *, int tokens, float *sums, const char *ahead)
+void multiply_squares(const ShoalWeight *, const Part *, int blocks, const Acts *, int tokens, float *sums, const char *ahead)
     __attribute__((visibility("hidden")));
 void end_squares(void) __attribute__((visibility("hidden")));
 

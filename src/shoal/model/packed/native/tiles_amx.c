@@ -27,9 +27,10 @@ static void multiply_bf16(const ShoalWeight *w, const Part *p, const Acts *a, in
     }
 }
 
-void multiply_squares(const ShoalWeight *w, const Part *p, const Acts *a, int tokens, float *sums, const char *ahead) {
+void multiply_squares(const ShoalWeight *w, const Part *p, int blocks, const Acts *a, int tokens, float *sums, const char *ahead) {
     const int words = words_of(w), bytes = (w->kind == KIND_INT8 ? GROUP_INT8 : GROUP) * LANES * bits_of(w->kind) / 8; /* of a group */
-    Open open ALIGNED;
+    const int64_t apart = tokens * 2 * LANES;
+    Open open[2] ALIGNED;
     switch (w->kind) {
     case KIND_BF16: multiply_bf16(w, p, a, tokens, sums, ahead); return;
     case KIND_Q4_K: multiply_super(w, p, a, tokens, sums, ahead, KIND_Q4_K); return;
@@ -40,9 +41,12 @@ void multiply_squares(const ShoalWeight *w, const Part *p, const Acts *a, int to
     case KIND_IQ2: case KIND_IQ1: multiply_super(w, p, a, tokens, sums, ahead, KIND_IQ2); return;
     case KIND_IQ4_XS: case KIND_IQ3_S: case KIND_IQ3_XXS: multiply_super(w, p, a, tokens, sums, ahead, KIND_IQ4_XS); return;
     }
-    open_tile(w, p, &open);
-    if (w->kind == KIND_INT8) multiply_open(&open, p, a, words, tokens, sums, ahead, bytes, GROUP_INT8, 0);
-    else if (has_minima(w->kind)) multiply_open(&open, p, a, words, tokens, sums, ahead, bytes, GROUP, 1);
-    else multiply_open(&open, p, a, words, tokens, sums, ahead, bytes, GROUP, 0);
+    for (int b = 0; b < blocks; b++) open_tile(w, p + b, open + b);
+#define MULTIPLY(inputs, minima)                                                                                       \
+    if (blocks > 1) multiply_open(open, 2, p, a, words, tokens, sums, apart, ahead, bytes, inputs, minima);            \
+    else multiply_open(open, 1, p, a, words, tokens, sums, apart, ahead, bytes, inputs, minima)
+    if (w->kind == KIND_INT8) { MULTIPLY(GROUP_INT8, 0); }
+    else if (has_minima(w->kind)) { MULTIPLY(GROUP, 1); }
+    else { MULTIPLY(GROUP, 0); }
 }
 #endif

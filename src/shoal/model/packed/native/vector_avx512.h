@@ -8,7 +8,7 @@
 #define NARROW_WORDS(bits) 4 /* no narrow sums: products of bytes are added in 32 bits */
 #define BF16_PRODUCTS 1 /* whether attention multiplies pairs of bf16 */
 #ifdef SHOAL_AMX
-#define SQUARE_QUERIES 16 /* queries that attention processes together with AMX */
+#define SQUARE_QUERIES 48 /* that attend together, in squares of 16 */
 #define HALF_PRODUCTS 0   /* whether attention multiplies pairs of stored integers: AMX has no 16-bit integers */
 #else
 #define HALF_PRODUCTS 1
