@@ -34,25 +34,35 @@ def overview(reports: Sequence[Report]) -> str:
 
 
 GLANCE = {("generate", 1, 64): "decode, tokens/s", ("generate", 8, 64): "8 rows together",
-          ("prefill", 1, 64): "prompt of 64", ("prefill", 1, 512): "prompt of 512"}
-"""Columns of a model's line: kind, rows, context, and the heading."""
+          ("prefill", 1, 64): "prompt of 64", ("prefill", 1, 512): "prompt of 512",
+          ("prefill", 1, 2048): "prompt of 2,048"}
+"""Columns of a model's line, where some model has one: kind, rows, context, and the heading."""
 
 
 def glance(reports: Sequence[Report]) -> str:
     """A Markdown line per file: tokens per second, and the ratio to each baseline. Empty without reports."""
     if not reports:
         return ""
-    header = ["file", *GLANCE.values(), "8 positions over one; 16"]
-    lines = [*_machines(reports, spread=False), "", markdown(header, [_glance(report) for report in reports]), ""]
+    rows = {key: row for report in reports for key, row in _measured(report).items()}
+    keys = [key for key in GLANCE if key in rows]
+    header = ["file", *(GLANCE[key] for key in keys), "8 positions over one; 16"]
+    lines = [*_machines(reports, spread=False), "", markdown(header, [_glance(report, keys) for report in reports]), ""]
     return "\n" + "\n".join(lines) + "\n"
 
 
-def _glance(report: Report) -> Row:
-    ours = [row for row in _speed(report) if row["system"] == OURS and row["label"] == "full"]
+def _ours(report: Report) -> list[Mapping[str, Any]]:
+    return [row for row in _speed(report) if row["system"] == OURS and row["label"] == "full"]
+
+
+def _measured(report: Report) -> dict[tuple[str, int, int], Mapping[str, Any]]:
+    return {(row["kind"], row["rows"], row["context"]): row for row in _ours(report) if row["kind"] != "forward"}
+
+
+def _glance(report: Report, keys: Sequence[tuple[str, int, int]]) -> Row:
     costs = {row["positions"]: row["ratios"]["cost_of_one_position"]["median"]
-             for row in ours if "cost_of_one_position" in row["ratios"]}
-    found = {(row["kind"], row["rows"], row["context"]): row for row in ours if row["kind"] != "forward"}
-    cells = [_glance_cell(found[key]) if key in found else "" for key in GLANCE]
+             for row in _ours(report) if "cost_of_one_position" in row["ratios"]}
+    found = _measured(report)
+    cells = [_glance_cell(found[key]) if key in found else "" for key in keys]
     return [_name(report), *cells, "; ".join(f"{costs[number]:.2f}x" for number in (8, 16) if number in costs)]
 
 
