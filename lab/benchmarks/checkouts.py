@@ -1,8 +1,9 @@
 """Two checkouts of Shoal by turns: seconds of the same greedy texts, and whether the texts are the same.
 
     python lab/benchmarks/checkouts.py --old FOLDER --new FOLDER --model FILE [FILE ...] [--batches 1,8] [--tokens 64]
-        [--rounds 15] [--json OUT]
+        [--rounds 15] [--text FILE --prompts 512,2048] [--json OUT]
 
+With --prompts, prompts of so many tokens of the text are read as well, and one token is decoded.
 Each checkout runs in a process of its own, with this interpreter and its libraries. In every round both decode, in
 turn first. The last line on stdout is the report; a ratio over 1 says that the new one is faster.
 """
@@ -28,7 +29,9 @@ import json, sys, time
 import shoal
 engine = shoal.load(sys.argv[1])
 for line in sys.stdin:
-    prompts, tokens, method = json.loads(line)
+    prompts, tokens, method, length = json.loads(line)
+    if length:
+        prompts = [engine.tokenizer(text)["input_ids"][:length] for text in prompts]
     start = time.perf_counter()
     found = engine.generate(prompts, method=method, max_new_tokens=tokens, ignore_eos=True, temperature=0)
     seconds = time.perf_counter() - start
@@ -49,10 +52,12 @@ class Checkout:
                                          stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.pid = self._process.pid
 
-    def decode(self, prompts: Sequence[str], tokens: int, method: str = "full") -> tuple[float, list[list[int]]]:
-        """Seconds, and the tokens of each text."""
+    def decode(
+        self, prompts: Sequence[str], tokens: int, method: str = "full", length: int = 0
+    ) -> tuple[float, list[list[int]]]:
+        """Seconds, and the tokens of each text; `length` cuts prompts to so many tokens."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps([prompts, tokens, method]) + "\n")
+        self._process.stdin.write(json.dumps([prompts, tokens, method, length]) + "\n")
         self._process.stdin.flush()
         seconds, texts = json.loads(self._process.stdout.readline())
         return seconds, texts
@@ -71,11 +76,19 @@ def main() -> int:
     parser.add_argument("--batches", default="1,8", help="numbers of texts, up to 8")
     parser.add_argument("--tokens", type=int, default=64, help="of each text")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--text", type=Path, help="what prompts are cut from")
+    parser.add_argument("--prompts", default="", help="numbers of tokens")
     args = parser.parse_args()
+    lengths = [int(length) for length in args.prompts.split(",") if length]
+    if lengths and args.text is None:
+        raise SystemExit("--prompts are cut from a text; name it with --text FILE")
+    text = args.text.read_text("utf-8")[: 8 * max(lengths)] if lengths else ""
     results = []
     for model in args.model:
         pair = [Checkout(args.old, model), Checkout(args.new, model)]
-        results += [_compare(pair, model, int(batch), args.tokens, args.rounds) for batch in args.batches.split(",")]
+        for batch in filter(None, args.batches.split(",")):
+            results.append(_compare(pair, model, PROMPTS[: int(batch)], args.tokens, args.rounds))
+        results += [_compare(pair, model, [text], 1, args.rounds, length) for length in lengths]
         for one in pair:
             one.close()
     found = {"kind": "checkouts", "commits": [one.commit for one in pair], "results": results}
@@ -83,16 +96,18 @@ def main() -> int:
     return int(any(one["apart"] for one in results))
 
 
-def _compare(pair: list[Checkout], model: Path, batch: int, tokens: int, count: int) -> dict[str, Any]:
-    texts = [one.decode(PROMPTS[:batch], tokens)[1] for one in pair]
+def _compare(
+    pair: list[Checkout], model: Path, prompts: Sequence[str], tokens: int, count: int, length: int = 0
+) -> dict[str, Any]:
+    texts = [one.decode(prompts, tokens, length=length)[1] for one in pair]
     pids = [one.pid for one in pair]
     before, seconds = snapshot(pids), ([0.0] * count, [0.0] * count)
     for number in range(count):
         for side in rounds.in_order([0, 1], number):
-            seconds[side][number] = pair[side].decode(PROMPTS[:batch], tokens)[0]
+            seconds[side][number] = pair[side].decode(prompts, tokens, length=length)[0]
     old, new = seconds
     result = {
-        "model": model.name, "batch": batch, "tokens": tokens, "apart": texts[0] != texts[1],
+        "model": model.name, "batch": len(prompts), "prompt": length or None, "tokens": tokens, "apart": texts[0] != texts[1],
         "old_seconds": rounds.figure(old), "new_seconds": rounds.figure(new),
         "old_over_new": rounds.ratio(a / b for a, b in zip(old, new, strict=True)),
         "processors_of_others": others(before, snapshot(pids)),
