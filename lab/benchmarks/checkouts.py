@@ -107,7 +107,8 @@ def _compare(
             seconds[side][number] = pair[side].decode(prompts, tokens, length=length)[0]
     old, new = seconds
     result = {
-        "model": model.name, "batch": len(prompts), "prompt": length or None, "tokens": tokens, "apart": texts[0] != texts[1],
+        "model": model.name, "batch": len(prompts), "prompt": length or None, "tokens": tokens,
+        "apart": texts[0] != texts[1],
         "old_seconds": rounds.figure(old), "new_seconds": rounds.figure(new),
         "old_over_new": rounds.ratio(a / b for a, b in zip(old, new, strict=True)),
         "processors_of_others": others(before, snapshot(pids)),
