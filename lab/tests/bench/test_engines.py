@@ -102,10 +102,13 @@ def test_an_engine_that_ends_early_or_hangs_is_left_out(fake: Any, monkeypatch: 
     slow.close()
 
 
-def test_earlier_transformers_find_the_base_of_the_rotation(folder: str) -> None:
-    lines.older(Path(folder))
-    config = json.loads((Path(folder) / "config.json").read_text())
+def test_earlier_transformers_find_what_they_know_and_a_folder_stays_as_it_is(folder: str, tmp_path: Path) -> None:
+    before = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+    to = lines.older(Path(folder), tmp_path / "older")
+    config = json.loads((to / "config.json").read_text())
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] and config["torch_dtype"] == config["dtype"]
+    assert {path.name for path in to.iterdir()} == set(before)
+    assert {path.name: path.read_bytes() for path in Path(folder).iterdir()} == before
 
 
 def test_a_round_measures_an_engine_beside_shoal(fake: Any, folder: str) -> None:

@@ -71,8 +71,8 @@ def serve(package: str, prepare: Prepare) -> None:
 
 
 def _prepared(prepare: Prepare, folder: str, work: str, bits: int, threads: int) -> tuple[Running, dict[str, Any]]:
-    older(Path(folder))
-    return prepare(Path(folder), Path(work), bits, threads)
+    target = Path(work)
+    return prepare(older(Path(folder), target.with_name("older")), target, bits, threads)
 
 
 def _generated(running: Running | None, prompt: list[int], new_tokens: int) -> dict[str, Any]:
@@ -83,12 +83,25 @@ def _generated(running: Running | None, prompt: list[int], new_tokens: int) -> d
     return {"times": clock.times, "tokens": clock.tokens}
 
 
-def older(folder: Path) -> None:
-    """Add the base of rotary embeddings and the type by the names that earlier transformers read."""
-    path = folder / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    rope = config.get("rope_parameters") or {}
-    more = {"torch_dtype": config.get("dtype", "bfloat16"), "rope_theta": rope.get("rope_theta")}
-    added = {key: value for key, value in more.items() if value is not None and key not in config}
-    if added:
-        path.write_text(json.dumps({**config, **added}, indent=1), encoding="utf-8")
+def older(folder: Path, to: Path) -> Path:
+    """The same folder as earlier transformers read it: links to its files, but for two that name things as they did.
+
+    These are the base of rotary embeddings, the type of the weights, and the class of a tokenizer.
+    """
+    to.mkdir(parents=True)
+    for path in folder.iterdir():
+        (to / path.name).symlink_to(path.resolve())
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    base = (config.get("rope_parameters") or {}).get("rope_theta")
+    more = {"torch_dtype": config.get("dtype", "bfloat16"), **({"rope_theta": base} if base is not None else {})}
+    _rewrite(to / "config.json", {**more, **config})
+    if (folder / "tokenizer_config.json").is_file():
+        told = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        if told.get("tokenizer_class") == "TokenizersBackend":
+            _rewrite(to / "tokenizer_config.json", {**told, "tokenizer_class": "PreTrainedTokenizerFast"})
+    return to
+
+
+def _rewrite(path: Path, content: dict[str, Any]) -> None:
+    path.unlink()
+    path.write_text(json.dumps(content, indent=1), encoding="utf-8")
