@@ -80,7 +80,7 @@ def test_the_overview_has_a_line_per_measurement_of_a_file() -> None:
 def test_a_glance_has_a_line_per_file() -> None:
     forward = {**result("shoal", "forward", 1), "positions": 8, "ratios": {"cost_of_one_position": figure(1.5)}}
     text = real.glance([{**SPEED, "results": [*SPEED["results"], forward]}])
-    assert text.rstrip().splitlines()[-1] == "| m.Q4_1 | 75.0 (1.50x, 7.50x) |  | 400 (8.00x, 40.00x) |  | 1.50x |"
+    assert text.rstrip().splitlines()[-1] == "| m.Q4_1 | 75.0 (1.50x, 7.50x) | 400 (8.00x, 40.00x) | 1.50x |"
     assert "a chip with AVX2, 2 threads" in text and real.glance([]) == ""
 
 

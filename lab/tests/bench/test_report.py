@@ -193,7 +193,7 @@ def test_the_table_is_the_same_every_time_and_shows_every_result(found: dict[str
     rows = [line for line in text.splitlines() if line.startswith(("  shoal ", "  hf, "))]
     assert len(rows) == len(found["results"])
     assert "shoal d3:mean=0.5, float32" in text and "1.50, 2.00" in text and "full 2.00, hf 5.00" in text
-    assert "shoal: 1.0, made up" in text and "vllm: no adapter" in text
+    assert "shoal: 1.0, made up" in text and "sglang: no adapter" in text
 
 
 def test_commits_are_named_and_changes_marked(tmp_path: Path) -> None:

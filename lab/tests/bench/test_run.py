@@ -145,7 +145,7 @@ def test_the_time_box_stops_before_a_round_that_would_not_fit(log, monkeypatch: 
 
 def test_systems_that_nobody_measures_are_named(log: list[tuple[Any, ...]]) -> None:
     outcome = run(MODEL, GRID, PLAN)
-    assert {"vllm", "sglang", "tensorrt-llm"} <= {absent.system for absent in outcome.absent}
+    assert {"sglang", "tensorrt-llm"} <= {absent.system for absent in outcome.absent}
 
 
 def test_what_does_not_fit_is_refused_before_anything_starts(log, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,15 @@ def cpu_seconds(pid: int) -> float | None:
     return float(times.user + times.system)
 
 
+def with_children(pid: int) -> list[int]:
+    """A process and those that it started, all generations; none if it has ended."""
+    psutil = library()
+    try:
+        return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
+    except psutil.Error:
+        return []
+
+
 def resident(pid: int | None = None) -> int | None:
     """Resident bytes of a process, or of this one; None if it has ended."""
     psutil = library()
@@ -49,14 +58,15 @@ def resident(pid: int | None = None) -> int | None:
         return None
 
 
-def peak_memory(device: str = "cpu") -> int | None:
-    """Largest resident set in bytes since the last reset; on another device, its peak allocated memory."""
+def peak_memory(device: str = "cpu", pid: int | None = None) -> int | None:
+    """Largest resident set in bytes since the last reset, of this process or another; on another device, its peak."""
     if device != "cpu":
         import torch
 
         return int(torch.cuda.max_memory_allocated(device)) if torch.cuda.is_initialized() else 0
     try:
-        lines = _STATUS.read_text(encoding="ascii", errors="replace").splitlines()
+        status = _STATUS if pid is None else Path(f"/proc/{pid}/status")
+        lines = status.read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
         return None
     found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")]

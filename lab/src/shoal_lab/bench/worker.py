@@ -90,7 +90,7 @@ class Host:
     def call(self, name: str, *args: Any) -> Any:
         """Call a method of the system, or one of this class."""
         if name == "memory":
-            return peak_memory(self._device)
+            return peak_memory(self._device, getattr(self._system, "pid", None))
         if name == "reset_memory":
             return reset_peak_memory(self._device)
         if not hasattr(self._system, name):

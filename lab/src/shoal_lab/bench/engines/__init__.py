@@ -106,6 +106,11 @@ class Engine(System):
         dequantised.write(replace(self._model, dequantised=None), work / "dequantised")
         return work / "dequantised"
 
+    @property
+    def pid(self) -> int | None:
+        """The process that holds the engine, whose memory counts."""
+        return None if self._process is None else self._process.pid
+
     @override
     def generate(self, prompts: Sequence[Sequence[int]], new_tokens: int, method: Mapping[str, Any] | None) -> Run:
         if len(prompts) > 1:

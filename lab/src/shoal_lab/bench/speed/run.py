@@ -15,6 +15,7 @@ from tqdm import tqdm
 from shoal_lab.bench import bandwidth, baselines, idle
 from shoal_lab.bench.engines import Engine
 from shoal_lab.bench.model import FILE, MeasuredModel
+from shoal_lab.bench.process import with_children
 from shoal_lab.bench.rounds import Rounds, check_rounds, in_order
 from shoal_lab.bench.speed import memory
 from shoal_lab.bench.speed.cells import OURS, Grid, SpeedJob
@@ -188,7 +189,7 @@ class _Bench:
         return bandwidth.read_bandwidth(_BANDWIDTH_SECONDS, self._plan.setting.device, self._plan.bandwidth_bytes)
 
     def _pids(self) -> list[int]:
-        return [worker.pid for worker in self._workers.values() if worker.pid]
+        return [pid for worker in self._workers.values() if worker.pid for pid in with_children(worker.pid)]
 
     def _once(self, cell: SpeedJob, timeout: float | None = None) -> dict[str, Any]:
         worker, job = self._workers[cell.system, cell.quant], cell.job

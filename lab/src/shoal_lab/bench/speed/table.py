@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import needs
+from shoal_lab.bench.engines import ENGINES
 from shoal_lab.bench.table import Row, aligned, intervals, paired, processor, spread
 
 Result = Mapping[str, Any]
@@ -56,7 +57,7 @@ def name(result: Result, dtype: str) -> str:
 def weights(result: Result, dtype: str) -> str:
     """Format of the weights, as the system itself calls it if it does."""
     first = str(result["detail"]).split(",")[0]
-    if result["system"] == "llama.cpp":
+    if result["system"] in {"llama.cpp", *ENGINES}:
         return first
     return dtype if result["system"] != "shoal" and result["quant"] == "file" else result["quant"] or dtype
 
