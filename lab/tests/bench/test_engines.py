@@ -59,7 +59,9 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str) -> Any:
 @pytest.mark.parametrize(("quant", "bits"), [("int4", 4.5), ("int8", 8.5), (None, 16.5)])
 def test_an_engine_answers_in_lines_whatever_its_libraries_print(fake: Any, quant: str | None, bits: float) -> None:
     engine = fake(quant=quant)
+    assert engine.apart() == 0
     about = engine.prepare()
+    assert engine.apart() > 1 << 20
     assert about.detail == "fake of 2" and about.extra == {"bits_per_weight": bits}
     assert about.version == pytest.__version__
     run = engine.generate([[3, 7]], 4, None)

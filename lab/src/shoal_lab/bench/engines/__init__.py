@@ -24,6 +24,7 @@ from typing_extensions import override
 
 from shoal.errors import unknown
 from shoal_lab.bench.model import MeasuredModel
+from shoal_lab.bench.process import peak_memory
 from shoal_lab.bench.speed import dequantised
 from shoal_lab.bench.system import About, Expected, NotMeasured, Run, Setting, System, traffic_of
 
@@ -106,10 +107,9 @@ class Engine(System):
         dequantised.write(replace(self._model, dequantised=None), work / "dequantised")
         return work / "dequantised"
 
-    @property
-    def pid(self) -> int | None:
-        """The process that holds the engine, whose memory counts."""
-        return None if self._process is None else self._process.pid
+    def apart(self) -> int:
+        """Most bytes that the process which holds the engine has had; 0 before it is there."""
+        return 0 if self._process is None else peak_memory(pid=self._process.pid) or 0
 
     @override
     def generate(self, prompts: Sequence[Sequence[int]], new_tokens: int, method: Mapping[str, Any] | None) -> Run:
