@@ -26,7 +26,9 @@ def prepare(folder: Path, work: Path, bits: int, threads: int) -> tuple[lines.Ru
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise lines.Absent(f"its exporter failed: {(done.stderr.strip().splitlines() or ['without a word'])[-1]}")
-    pipe = openvino_genai.LLMPipeline(str(work), "CPU", INFERENCE_NUM_THREADS=threads)
+    scheduler = openvino_genai.SchedulerConfig()
+    scheduler.enable_prefix_caching = False  # every round reads the same prompt
+    pipe = openvino_genai.LLMPipeline(str(work), "CPU", scheduler_config=scheduler, INFERENCE_NUM_THREADS=threads)
     base: Any = openvino_genai.StreamerBase
 
     class Stamps(base):  # type: ignore[misc]
