@@ -103,7 +103,7 @@ def run(options: Options) -> dict[str, Any]:
     """Train small pairs over some seeds, and measure random ones at all shapes."""
     sizes = SIZES["full" if options.full else "quick"]
     with torch.random.fork_rng(devices=[]):
-        learnt = lessons(options, range(options.seed, options.seed + (6 if options.full else 3)))
+        learnt = lessons(options, range(options.seed, options.seed + 3), steps=4000 if options.full else 600)
         with tempfile.TemporaryDirectory() as spare:
             speed = measured(sizes, SHAPES, 6, (options.work or Path(spare)) / f"encoder-decoder-{sizes.width}")
     found = {"speed": speed, "learnt": learnt}
@@ -246,7 +246,7 @@ def right(model: Any, stories: Sequence[Story]) -> dict[str, float]:
     return {"right": float(hits.all(1).float().mean()), "facts": float(facts)}
 
 
-def lessons(options: Options, seeds: range, sizes: Sizes | None = None, steps: int = 1000) -> dict[str, Any]:
+def lessons(options: Options, seeds: range, sizes: Sizes | None = None, steps: int = 600) -> dict[str, Any]:
     """Scores of pairs trained alike, over seeds."""
     sizes = sizes or Sizes(64, 128, 6, len(WORDS), 16)
     found: dict[str, Any] = {name: {"seeds": []} for name in (PAIR, ALONE)}
