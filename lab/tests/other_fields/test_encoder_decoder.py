@@ -81,9 +81,10 @@ def test_bytes_are_those_of_the_keys_that_are_kept(tmp_path: Path) -> None:
     """The pair keeps the prompt's keys in its two decoder layers, the decoder in all seven."""
     found = measured(TINY, ((24, 6),), 2, tmp_path)
     row, = found["shapes"]
-    number = 2 * row[ALONE]["kv_bytes"] // (2 * TINY.alone * TINY.width * (24 + 5))
-    assert number in (4, 8)  # bfloat16 or float32, twice
-    assert row[PAIR]["kv_bytes"] in {number // 2 * 2 * 2 * TINY.width * (24 + own) for own in (5, 6)}
+    place = 2 * 2 * TINY.width
+    """Bytes of a key and a value in bfloat16."""
+    assert row[ALONE]["kv_bytes"] == TINY.alone * place * (24 + 5)
+    assert row[PAIR]["kv_bytes"] == 2 * place * (24 + 1 + 5)  # with the token that begins
     for name in (PAIR, ALONE):
         assert len(row[name]["seconds"]) == 2
         assert all(first < last for first, last in zip(row[name]["first_seconds"], row[name]["seconds"], strict=True))

@@ -132,7 +132,7 @@ def measured(sizes: Sizes, shapes: Sequence[tuple[int, int]], times: int, folder
     engines = {}
     for name, model in sizes.models(0).items():
         model.to(torch.bfloat16).save_pretrained(folder / name)
-        engines[name] = shoal.load(str(folder / name), quant="int8")
+        engines[name] = shoal.load(str(folder / name), dtype="bfloat16", quant="int8")
     weights = {name: engine.runner.weights.nbytes + (engine.encoder.nbytes if engine.encoder else 0)
                for name, engine in engines.items()}
     busy, rows = idle.watch(1.0), []
