@@ -103,7 +103,8 @@ def run(options: Options) -> dict[str, Any]:
     """Train small pairs over some seeds, and measure random ones at all shapes."""
     sizes = SIZES["full" if options.full else "quick"]
     with torch.random.fork_rng(devices=[]):
-        learnt = lessons(options, range(options.seed, options.seed + 3), steps=4000 if options.full else 600)
+        seeds, steps = (6, 4000) if options.full else (2, 600)
+        learnt = lessons(options, range(options.seed, options.seed + seeds), steps=steps)
         with tempfile.TemporaryDirectory() as spare:
             speed = measured(sizes, SHAPES, 6, (options.work or Path(spare)) / f"encoder-decoder-{sizes.width}")
     found = {"speed": speed, "learnt": learnt}
@@ -129,7 +130,7 @@ def measured(sizes: Sizes, shapes: Sequence[tuple[int, int]], times: int, folder
     """Both models in int8 on Shoal's kernels, in turns; each round has prompts of its own."""
     import shoal
 
-    engines = {}
+    engines: dict[str, Any] = {}
     for name, model in sizes.models(0).items():
         model.to(torch.bfloat16).save_pretrained(folder / name)
         engines[name] = shoal.load(str(folder / name), dtype="bfloat16", quant="int8")
