@@ -17,7 +17,7 @@ from shoal_lab.other_fields.encoder_decoder import (
     SIZES,
     WORDS,
     Sizes,
-    Story,
+    Tale,
     batch,
     learn,
     logits,
@@ -39,7 +39,7 @@ def test_two_thirds_encode_and_the_decoder_alone_has_as_many_numbers(sizes: Size
 
 def test_a_summary_is_what_the_story_tells_and_no_word_of_it_can_be_guessed() -> None:
     draw = random.Random(0)
-    stories = [Story.of(draw) for _ in range(200)]
+    stories = [Tale.of(draw) for _ in range(200)]
     for one in stories:
         sentence, = (some for some in one.text.split(" .") if "by night" in some)
         name, thing, place = re.findall(r"(\w+) hid (\w+) in (\w+)", sentence)[0]
@@ -51,7 +51,7 @@ def test_a_summary_is_what_the_story_tells_and_no_word_of_it_can_be_guessed() ->
 @pytest.mark.parametrize("name", [PAIR, ALONE])
 def test_a_word_sees_the_whole_story_and_only_the_summary_before_it(name: str) -> None:
     model = TINY.models(0)[name].double().eval()
-    texts, summaries = batch([Story.of(random.Random(0))])
+    texts, summaries = batch([Tale.of(random.Random(0))])
     other = summaries.clone()
     other[0, 2] = 5
     with torch.no_grad():
@@ -66,7 +66,7 @@ def test_a_word_sees_the_whole_story_and_only_the_summary_before_it(name: str) -
 
 def test_training_lowers_the_surprise_and_the_score_counts_what_is_right() -> None:
     model = Sizes(32, 48, 3, len(WORDS), 16).models(0)[PAIR]
-    texts, summaries = batch(stories := [Story.of(random.Random(seed), 1) for seed in range(40)])
+    texts, summaries = batch(stories := [Tale.of(random.Random(seed), 1) for seed in range(40)])
     before = cross_entropy(logits(model, texts, summaries).flatten(0, 1), summaries.flatten())
     learn(Options(), PAIR, model, 0, 25, deeds=1)
     with torch.no_grad():
@@ -99,7 +99,7 @@ def test_what_is_wrong_is_refused(wrong: dict[str, int], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         Sizes(**{"width": 32, "inner": 48, "layers": 6, "head": 16, **wrong})
     with pytest.raises(ValueError, match="deeds=9.*1 to 8"):
-        Story.of(random.Random(0), 9)
+        Tale.of(random.Random(0), 9)
 
 
 @pytest.mark.slow

@@ -188,14 +188,14 @@ _NUMBER = {word: number for number, word in enumerate(WORDS)}
 
 
 @dataclass(frozen=True)
-class Story:
+class Tale:
     """What was done by day and, once, by night; and its summary: who did what at night, and where."""
 
     text: str
     summary: str
 
     @classmethod
-    def of(cls, draw: random.Random, deeds: int = _DEEDS) -> Story:
+    def of(cls, draw: random.Random, deeds: int = _DEEDS) -> Tale:
         """A sentence for each deed, in any order; it begins or ends with the time."""
         if not 1 <= deeds <= len(NAMES):
             raise ValueError(f"deeds={deeds}: give 1 to {len(NAMES)}, as nobody does two")
@@ -208,7 +208,7 @@ class Story:
         return cls(" ".join(told), f"{name} took {thing} to {place}")
 
 
-def batch(stories: Sequence[Story]) -> tuple[Tensor, Tensor]:
+def batch(stories: Sequence[Tale]) -> tuple[Tensor, Tensor]:
     """Words of stories of equal lengths (stories, words), and of their summaries with their ends."""
     told = [[[_NUMBER[word] for word in text.split()] for text in (one.text, one.summary)] for one in stories]
     return torch.tensor([text for text, _ in told]), torch.tensor([[*summary, END] for _, summary in told])
@@ -231,14 +231,14 @@ def learn(options: Options, name: str, model: nn.Module, seed: int, steps: int, 
 
     def loss(step: int) -> Tensor:
         draw.seed(seed * 1_000_003 + step)
-        texts, summaries = batch([Story.of(draw, deeds) for _ in range(_BATCH)])
+        texts, summaries = batch([Tale.of(draw, deeds) for _ in range(_BATCH)])
         return cross_entropy(logits(model, texts, summaries).flatten(0, 1), summaries.flatten())
 
     return trained(options, f"encoder-decoder-{name}-{seed}", model, Fit(steps, 3e-3), loss)
 
 
 @torch.no_grad()
-def right(model: Any, stories: Sequence[Story]) -> dict[str, float]:
+def right(model: Any, stories: Sequence[Tale]) -> dict[str, float]:
     """Share of summaries that come out right greedily, and of the words that differ from story to story."""
     texts, summaries = batch(stories)
     hits = torch.cat([logits(model, a, b).argmax(-1) == b
@@ -252,7 +252,7 @@ def lessons(options: Options, seeds: range, sizes: Sizes | None = None, steps: i
     sizes = sizes or Sizes(64, 128, 6, len(WORDS), 16)
     found: dict[str, Any] = {name: {"seeds": []} for name in (PAIR, ALONE)}
     draw = random.Random(-1)
-    held_out = [Story.of(draw) for _ in range(_JUDGED)]
+    held_out = [Tale.of(draw) for _ in range(_JUDGED)]
     for seed in seeds:
         for name, model in sizes.models(seed).items():
             seconds = learn(options, name, model, seed, steps)
