@@ -73,13 +73,11 @@ static void attend_chunk(Worker *w, const Task *task, int by, int first, int las
     const int group = group_of(m, task), before = task->segment->first;
     const float *own_biases = m->distances ? m->distance_bias + (int64_t)r->b->layers[task->entry] * m->distance_step : NULL;
     const int64_t bytes = query_bytes(task->layer->head_dim, by);
-    const int most = by == BY_BF16 ? MOST_QUERIES : QUERIES;
     for (int k = first, count; k < last; k += count) {
         const char *q[MOST_QUERIES];
         State *states[MOST_QUERIES];
         const Seen *sights[MOST_QUERIES];
-        count = min_int(most, last - k);
-        if (count > LANES) count = count / LANES * LANES; /* whole squares */
+        count = queries_at_once(last - k, by);
         for (int j = 0; j < count; j++) {
             const int i = (k + j) / group, head = (k + j) % group;
             q[j] = w->queries + (k + j - before * group) * bytes;

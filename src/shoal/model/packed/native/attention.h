@@ -31,6 +31,12 @@
 /* The multiplied form: floats, pairs of bf16, or pairs of 16-bit integers if keys and values are stored as integers. */
 enum { BY_FLOATS, BY_BF16, BY_HALVES };
 
+/* How many of the queries that are left attend together: with AMX whole squares, or less than one. */
+INLINE int queries_at_once(int left, int by) {
+    const int most = by == BY_BF16 ? MOST_QUERIES : QUERIES, count = left < most ? left : most;
+    return count > LANES ? count / LANES * LANES : count;
+}
+
 /* The state of a (token, head) after some slots: the largest score, partial sums of weights, and the weighted sum of
    values, `dim` floats. */
 typedef struct {

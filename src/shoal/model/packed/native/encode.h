@@ -38,7 +38,6 @@ static void encode_block(const ShoalSource *s, int head, int first, int last, ch
     float *states = (float *)at;
     char *queries = at + 4 * BLOCK_QUERIES * state_floats(s->dim);
     Chunk chunk = chunk_at(queries + BLOCK_QUERIES * query_bytes(s->dim, BY_FLOATS), s->dim);
-    const int most = by == BY_BF16 ? MOST_QUERIES : QUERIES;
     const float *bias = s->bias ? s->bias + head * (2ll * s->places - 1) + s->places - 1 - first : NULL;
     chunk.sloped = bias != NULL;
     lay_queries(s, head, first, last, by, queries);
@@ -49,10 +48,10 @@ static void encode_block(const ShoalSource *s, int head, int first, int last, ch
         int32_t slots[CHUNK];
         for (int k = 0; k < CHUNK; k++) slots[k] = k < all.high ? base + k : -1;
         lay_slots(&chunk, &source, slots, 0, (int)round_up(all.high, LAID), by);
-        for (int i = 0; i < last - first; i += most) {
+        for (int i = 0, count; i < last - first; i += count) {
             const char *q[MOST_QUERIES];
             State *to[MOST_QUERIES];
-            const int count = min_int(most, last - first - i);
+            count = queries_at_once(last - first - i, by);
             for (int j = 0; j < count; j++) {
                 q[j] = queries + (i + j) * bytes, to[j] = (State *)(states + (i + j) * state_floats(s->dim)), seen[j] = &all;
                 if (bias) chunk.by_distance[j] = bias + base - i - j;
