@@ -146,7 +146,7 @@ def test_no_torch_before_it_is_needed(argv):
 def listed(capsys, *argv: str) -> list[str]:
     """The commands of an overview, in its order."""
     assert main(list(argv)) == 0
-    return re.findall(r"^  ([a-z][a-z-]*) +\S", capsys.readouterr().out, re.MULTILINE)
+    return re.findall(r"^  ([a-z][a-z0-9-]*) +\S", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_help_lists_the_usual_commands_and_help_all_every_one(capsys):
