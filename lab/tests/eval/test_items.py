@@ -15,7 +15,8 @@ from shoal_lab.eval import suites
 from shoal_lab.eval.items import part_of, problem, read_lines, stretches
 from word_problems import rows, write
 
-DATA = ("gsm8k", "gsm8k_renumbered", "humaneval", "mbpp", "novels", "squad", "wikidata_qa", "wikitext2")
+DATA = ("bbh", "gsm8k", "gsm8k_8shot", "gsm8k_chat", "gsm8k_renumbered", "humaneval", "mbpp", "novels", "squad",
+        "wikidata_qa", "wikitext2")
 """Suites with items in a data folder that may be used for calibration."""
 
 
