@@ -119,6 +119,7 @@ def test_gates_take_tokens_out_of_later_layers(tmp_path: Path) -> None:
     assert not torch.allclose(torch.stack(found), plain, atol=1e-2), "the gates did not matter"
 
 
+@pytest.mark.slow
 def test_training_goes_on_where_it_stopped_and_reaches_the_share(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
